@@ -23,6 +23,7 @@ from engine.outputs import FinishedRequests, OutputProcessor
 from engine.request import FinishReason, PromptLogprobs, Request, RequestOutput, ResumeState
 from engine.resume import ResumeStates
 from engine.sampler import SampledToken, VerifiedTokens
+from engine.sampling_params import SamplingParams
 from engine.scheduling.sequence import RequestState, TokenCounts
 from engine.structured.compiler import GrammarCompiler
 from engine.structured.grammar import Grammar
@@ -34,6 +35,8 @@ from settings import EffectiveSettings
 SEED_STRIDE = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: keeps the streams of a request's n sequences apart
 
 WAIT_S = 0.01  # for a grammar, in a step that has nothing to run
+
+_SCORED = SamplingParams(max_tokens=0, temperature=0.0)  # of a sequence that is scored, not continued
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,8 +109,9 @@ class GenerationRequests(
                 group.error = grammar
                 self._cancel(group)
             else:
-                for state in group.unfinished:
-                    self._outputs.constrain(state, grammar)
+                for state in group.answering:
+                    if not state.is_finished:
+                        self._outputs.constrain(state, grammar)
                 self._schedule(group)
 
     def due_resume_states(self) -> dict[str, ResumeState]:
@@ -159,7 +163,7 @@ class GenerationRequests(
 
     def _output(self, group: RequestGroup) -> RequestOutput:
         self._resume_states.forget(group)
-        completions = tuple(self._outputs.completion(state) for state in group.states)
+        completions = tuple(self._outputs.completion(state) for state in group.answering)
         has_failed = group.error is not None
         return RequestOutput(
             request_id=group.request.request_id,
@@ -169,6 +173,7 @@ class GenerationRequests(
             error=group.error,
             num_resumed_tokens=group.num_resumed_tokens,
             prompt_logprobs=None if has_failed else group.prompt_logprobs,
+            continuation_logprobs=() if has_failed else group.continuation_logprobs,
             timings=group.timings_now(),
         )
 
@@ -177,7 +182,7 @@ class GenerationRequests(
         copy = self._intake.new_group([request], group.base_seed, None)
         copy.states[0].num_cached_tokens = copy.states[0].num_prompt_tokens
         copy.num_resumed_tokens = group.num_resumed_tokens
-        self._resume_states.copy_progress(group, copy.states)
+        self._resume_states.copy_progress(group, copy.answering)
         for state in copy.unfinished:
             self._end(state)
         return copy
@@ -194,6 +199,7 @@ def _key_of(request: Request) -> bytes | None:
     digest = hashlib.blake2b(array("q", request.prompt_token_ids).tobytes(), digest_size=KEY_BYTES)
     grammar_param = None if params.grammar is None else params.grammar.param  # not in repr(params), but in errors
     digest.update(repr((request.tenant, params, grammar_param)).encode("utf-8", "surrogatepass"))
+    digest.update(request.continuation_bytes)
     return digest.digest()
 
 
@@ -225,7 +231,7 @@ class RequestIntake:
         request = replace(request, resume=None)  # may be large: not kept for the request's life
         if resume_state is not None:
             group = self.new_group([request], resume_state.base_seed, key)
-            if self._resume_states.restore(resume_state, group.states):
+            if self._resume_states.restore(resume_state, group.answering):
                 group.num_resumed_tokens = resume_state.num_tokens
                 for state in group.unfinished:
                     state.chain = self._blocks.new_chain(state.token_ids, request.tenant)
@@ -255,7 +261,24 @@ class RequestIntake:
         for state in states:
             if state.max_tokens == 0 and not state.scores_prompt:
                 state.finish_reason = FinishReason.LENGTH  # there is nothing to run
-        return RequestGroup(requests, states, key, base_seed=base_seed)
+        scored = (self._scored(request, number, arrival) for number in range(len(request.continuations)))
+        return RequestGroup(requests, (*states, *scored), key, base_seed=base_seed)
+
+    def _scored(self, request: Request, number: int, arrival: int) -> RequestState:
+        """A sequence of prompt and continuation, as a prompt that is scored behind the request's: this comes from the
+        prefix cache, where another sequence computes it.
+        """
+        token_ids = [*request.prompt_token_ids, *request.continuations[number]]
+        return RequestState(
+            request=replace(request, prompt_token_ids=token_ids, params=_SCORED, continuations=()),
+            index=request.params.n + number,
+            arrival=arrival,
+            seed=0,
+            max_tokens=0,
+            chain=self._blocks.new_chain(token_ids, request.tenant),
+            token_ids=list(token_ids),
+            prompt_logprobs=PromptLogprobs(token_ids, 0, num_given=request.num_prompt_tokens),
+        )
 
 
 def _signed_64(value: int) -> int:

@@ -63,11 +63,18 @@ class Request:
     priority: int = 0  # lower runs first
     tenant: str = ""  # KV and results are shared only within a tenant, and tenants get equal shares
     resume: ResumeState | None = None  # go on from here; dropped if it is not of this request
+    continuations: Sequence[Sequence[int]] = ()  # token ids, none empty, that are scored behind the prompt
 
     @property
     def num_prompt_tokens(self) -> int:
         """Tokens of the prompt."""
         return len(self.prompt_token_ids)
+
+    @property
+    def continuation_bytes(self) -> bytes:
+        """What tells requests of other continuations apart, for digests; empty without any."""
+        each = (array("q", [len(token_ids), *token_ids]).tobytes() for token_ids in self.continuations)
+        return b"".join(each)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,16 +138,17 @@ class Completion:
 
 class PromptLogprobs(Sequence[TokenLogprobs | None]):
     """One entry a prompt token: its log-probability given the tokens before it. None for the first, which nothing
-    predicts.
+    predicts, and for as many as are given.
 
     Filled once, from front to back. Kept as numbers of 4 bytes, from which entries are made when they are read: 20
     alternatives as objects would take 2.5 kB a token, and prompts have tens of thousands.
     """
 
-    def __init__(self, token_ids: Sequence[int], num_top: int) -> None:
-        """num_top: alternatives a position."""
+    def __init__(self, token_ids: Sequence[int], num_top: int, *, num_given: int = 1) -> None:
+        """num_top: alternatives a position; num_given: leading tokens that get no entry, at least the first."""
         self.token_ids = token_ids  # the prompt's
         self.num_top = num_top
+        self._num_given = num_given
         self._logprobs = array("f")
         self._top_ids = array("i")  # num_top a position, fewer where the vocabulary has fewer
         self._top_logprobs = array("f")
@@ -148,11 +156,11 @@ class PromptLogprobs(Sequence[TokenLogprobs | None]):
     @property
     def num_scored(self) -> int:
         """Leading positions whose next token has its entry: their logits are not needed again."""
-        return len(self._logprobs)
+        return self._num_given - 1 + len(self._logprobs)
 
     @property
     def is_complete(self) -> bool:
-        """Whether every token but the first has its entry."""
+        """Whether every token has its entry but those that get none."""
         return self.num_scored >= len(self.token_ids) - 1
 
     def add(self, logprobs: Iterable[float], top_ids: Iterable[int], top_logprobs: Iterable[float]) -> None:
@@ -160,6 +168,10 @@ class PromptLogprobs(Sequence[TokenLogprobs | None]):
         self._logprobs.extend(logprobs)
         self._top_ids.extend(top_ids)
         self._top_logprobs.extend(top_logprobs)
+
+    def total(self) -> float:
+        """The sum of the log-probabilities so far."""
+        return sum(self._logprobs)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -174,12 +186,13 @@ class PromptLogprobs(Sequence[TokenLogprobs | None]):
         return self._entry(range(len(self))[index])
 
     def _entry(self, position: int) -> TokenLogprobs | None:
-        if position == 0:
+        place = position - self._num_given
+        if place < 0:
             return None
-        count = len(self._top_ids) // max(1, self.num_scored)
-        those = slice((position - 1) * count, position * count)
+        count = len(self._top_ids) // max(1, len(self._logprobs))
+        those = slice(place * count, (place + 1) * count)
         top = tuple(zip(self._top_ids[those], self._top_logprobs[those], strict=True))
-        return TokenLogprobs(self.token_ids[position], self._logprobs[position - 1], top)
+        return TokenLogprobs(self.token_ids[position], self._logprobs[place], top)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +218,8 @@ class RequestOutput:
     embeddings: tuple[array[float], ...] = ()  # float32, of length 1, in the order of the inputs
     class_scores: tuple[array[float], ...] = ()  # float32, one a class of the model, in the order of the inputs
     prompt_logprobs: PromptLogprobs | None = None  # one a prompt token; None unless asked for, or if aborted
+    # Of each of the request's continuations the sum over its tokens, natural, raw logits; none if aborted.
+    continuation_logprobs: tuple[float, ...] = ()
     timings: RequestTimings | None = None  # None if nothing was run for it: refused, or an equal request was run
 
     @property

@@ -63,7 +63,7 @@ class ResumeStates:
 
         The new ones have no grammar, so an end that came from the grammar is copied.
         """
-        for state, source, sequence in zip(states, group.states, _sequences(group), strict=True):
+        for state, source, sequence in zip(states, group.answering, _sequences(group), strict=True):
             self._replay(state, sequence)
             if source.is_finished and not state.is_finished:
                 state.finish_reason = source.finish_reason
@@ -134,6 +134,7 @@ class ResumeStates:
         digest = hashlib.blake2b(self._fingerprint.encode(), digest_size=16)
         digest.update(array("q", request.prompt_token_ids).tobytes())
         digest.update(repr(request.params).encode("utf-8", "surrogatepass"))
+        digest.update(request.continuation_bytes)
         return digest.hexdigest()
 
     @cached_property
@@ -145,7 +146,7 @@ def _sequences(group: RequestGroup) -> tuple[SequenceResumeState, ...]:
     has_logprobs = group.request.params.logprobs is not None
     return tuple(
         SequenceResumeState(tuple(state.output_token_ids), tuple(state.logprobs) if has_logprobs else None)
-        for state in group.states
+        for state in group.answering
     )
 
 

@@ -94,20 +94,34 @@ Group = TypeVar("Group", bound=SequenceGroup[Any, Any])
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class RequestGroup(SequenceGroup[Request, RequestState]):
-    """A request's `n` sequences, and the requests that get what they generate."""
+    """A request's `n` sequences, behind them one for each continuation that it has scored, and the requests that get
+    what comes of both.
+    """
 
     base_seed: int  # of the draws: the request's, or drawn for it
     num_resumed_tokens: int = 0  # generated before, in all sequences
 
     @property
+    def answering(self) -> tuple[RequestState, ...]:
+        """The `n` sequences, which generate."""
+        return self.states[: self.request.params.n]
+
+    @property
+    def continuation_logprobs(self) -> tuple[float, ...]:
+        """The log-probability of each continuation, if all are computed; else none."""
+        scored = [state.prompt_logprobs for state in self.states[self.request.params.n :]]
+        totals = tuple(entries.total() for entries in scored if entries is not None and entries.is_complete)
+        return totals if len(totals) == len(scored) else ()
+
+    @property
     def prompt_logprobs(self) -> PromptLogprobs | None:
         """Those of the prompt, where the request asks for them and all are computed; else None."""
-        found = (state.prompt_logprobs for state in self.states if state.prompt_logprobs is not None)
+        found = (state.prompt_logprobs for state in self.answering if state.prompt_logprobs is not None)
         return next((entries for entries in found if entries.is_complete), None)
 
     def choose_scorer(self) -> None:
         """Have the prompt scored by a sequence that is to be run: the first may have ended before a resume state."""
-        first, unfinished = self.states[0], self.unfinished
+        first, unfinished = self.states[0], [state for state in self.answering if not state.is_finished]
         if first.is_finished and unfinished:
             unfinished[0].prompt_logprobs, first.prompt_logprobs = first.prompt_logprobs, None
 

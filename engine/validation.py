@@ -41,6 +41,19 @@ def check_request(
         raise PromptTooLong(length + request.params.min_tokens, capacity, param="min_tokens")
     if request.params.max_tokens is not None and length + request.params.max_tokens > capacity:
         raise PromptTooLong(length + request.params.max_tokens, capacity)
+    _check_continuations(request, vocab_size, capacity)
+
+
+def _check_continuations(request: Request, vocab_size: int, capacity: int) -> None:
+    for number, token_ids in enumerate(request.continuations):
+        param = f"continuations[{number}]"
+        if not token_ids:
+            raise InvalidRequest(
+                f"{param} is empty; accepted: at least one token", param=param, value=[], accepted="at least one token"
+            )
+        _check_ids(param, token_ids, vocab_size)
+        if request.num_prompt_tokens + len(token_ids) > capacity:
+            raise PromptTooLong(request.num_prompt_tokens + len(token_ids), capacity, param=param)
 
 
 def check_pooled_request(

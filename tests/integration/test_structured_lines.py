@@ -13,6 +13,7 @@ import pytest
 from openai.types.chat import ChatCompletion
 
 from engine.engine import Engine
+from engine.text.tokenizer import Tokenizer
 from settings import LimitSettings, ModelSettings
 from tests.support.engines import load_engine
 from tests.support.fake_engine import LLAMA3_TOKENS, QWEN3_TOKENS, chat_model, template_source
@@ -86,6 +87,30 @@ def test_answers_have_the_form_asked_for_and_a_bad_form_fails_alone(tiny_model: 
         "slow": ("invalid_request_error", "grammar_too_complex", "guided_json"),
         "contradiction": ("invalid_request_error", "invalid_value", "ignore_eos"),
     }
+
+
+def test_each_choice_has_the_log_probability_that_echoing_it_has(tiny_model: Path) -> None:
+    tokenizer, choices = Tokenizer.from_directory(tiny_model), ["the", "you", "the end"]
+    encoded = [tokenizer.encode(text, add_special_tokens=False) for text in choices]
+    prompt, asked = tokenizer.encode("hello"), {"guided_choice": choices, "choice_logprobs": True, "max_tokens": 20}
+    echoed = [
+        completion_line(custom_id=str(n), prompt=[*prompt, *ids], echo=True, logprobs=0, max_tokens=0)
+        for n, ids in enumerate(encoded)
+    ]
+    answers = _run(
+        tiny_model,
+        [completion_line(custom_id="text", prompt=prompt, **asked), chat_line(custom_id="chat", n=2, **asked), *echoed],
+    )
+    bodies = {name: answer["body"] for name, answer in answers.items()}
+    expected = [
+        sum(bodies[str(n)]["choices"][0]["logprobs"]["token_logprobs"][len(prompt) :]) for n in range(len(choices))
+    ]
+    assert bodies["text"]["choice_logprobs"] == pytest.approx(dict(zip(choices, expected, strict=True)), abs=1e-4)
+    assert bodies["text"]["usage"]["prompt_tokens"] == len(prompt)
+    assert bodies["chat"]["choice_logprobs"].keys() == set(choices)
+    assert max(bodies["chat"]["choice_logprobs"].values()) < 0
+    assert "choice_logprobs" not in bodies["0"]
+    assert ChatCompletion.model_validate(bodies["chat"]).choices[1].message.content in choices
 
 
 @pytest.fixture(scope="module", params=["marked_calls", "bare_calls"])

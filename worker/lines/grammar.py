@@ -15,6 +15,8 @@ from worker.lines.strict_json import json_in_string
 
 GivenKind = Literal["json_object", "json_schema", "regex", "choice", "lark"]
 
+MAX_SCORED_CHOICES = 256  # each is a sequence of its own
+
 _NAMES = frozenset(
     {"response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"}
 )
@@ -127,6 +129,7 @@ class GrammarFields(ServiceFields):
     guided_regex: Annotated[str, Field(min_length=1)] | None = None
     guided_choice: ChoicesText | None = None
     guided_grammar: Annotated[str, Field(min_length=1)] | None = None
+    choice_logprobs: bool = False  # of each choice as the answer, whichever is chosen
 
     @model_validator(mode="after")
     def _has_one_grammar(self) -> Self:
@@ -135,7 +138,24 @@ class GrammarFields(ServiceFields):
             if len(params) > 1:
                 accepted = f"a line without it, or without {params[0]}"
                 raise PydanticCustomError("invalid_value", "{accepted}", {"accepted": accepted, "at": params[1]})
+        if self.choice_logprobs:
+            self._check_scored()
         return self
+
+    def _check_scored(self) -> None:
+        given, accepted = self.grammar, ""
+        if given is None or given.kind != "choice":
+            accepted = "true only with guided_choice or structured_outputs.choice"
+        elif len(self.scored_choices) > MAX_SCORED_CHOICES:
+            accepted = f"true with at most {MAX_SCORED_CHOICES} choices"
+        if accepted:
+            raise PydanticCustomError("invalid_value", "{accepted}", {"accepted": accepted, "at": "choice_logprobs"})
+
+    @property
+    def scored_choices(self) -> list[str]:
+        """The choices whose log-probabilities are asked for, each once; none: none are."""
+        given = self.grammar if self.choice_logprobs else None
+        return [] if given is None else json.loads(given.text)
 
     @property
     def grammar(self) -> GivenGrammar | None:

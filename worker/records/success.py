@@ -52,8 +52,9 @@ def success_record(
     to have back.
 
     Beyond OpenAI: `stop_reason` in each choice (the stop string or token id that ended it, else null), where
-    return_token_ids asks for it `token_ids`: everything generated, the ending token included, and where the model
-    reasoned `reasoning_content` in the message, as vLLM and DeepSeek name it.
+    return_token_ids asks for it `token_ids`: everything generated, the ending token included, where the model
+    reasoned `reasoning_content` in the message, as vLLM and DeepSeek name it, and where the line asks for them the
+    `choice_logprobs` of a guided choice, one a text.
     """
     if isinstance(line.body, EmbeddingBody):
         return embedding_record(line, line.body, output, context)
@@ -75,6 +76,9 @@ def success_record(
         "choices": [_choice(line.body, *pair) for pair in zip(output.completions, said, strict=True)],
         "usage": _usage(output, answers),
     }
+    if line.body.choice_logprobs:
+        totals = map(_finite, output.continuation_logprobs)
+        body["choice_logprobs"] = dict(zip(line.body.scored_choices, totals, strict=True))
     return context.answered(line.index, line.custom_id, 200, body)
 
 

@@ -8,6 +8,7 @@ from engine.errors import InvalidRequest, PromptTooLong
 from engine.request import AnyRequest, Request
 from engine.sampling_params import SamplingParams
 from engine.structured.grammar import Grammar
+from engine.text.tokenizer import Tokenizer
 from worker.lines.bodies import DEFAULT_MAX_TOKENS, CompletionBody, PooledBody
 from worker.lines.chat import ChatBody
 from worker.lines.request_line import ANY_MODEL, GeneratingBody, RequestLine, names_model
@@ -16,6 +17,8 @@ from worker.requests.call_grammar import CallGrammar
 from worker.requests.chat_prompts import ChatPrompts
 from worker.requests.pooled import PooledRequestBuilder, attempt
 from worker.requests.step_engine import StepEngine, served_endpoints
+
+_LINE = "\n"  # a text that all tokenizers keep
 
 
 class RequestBuilder:
@@ -139,7 +142,21 @@ class RequestBuilder:
         if max_tokens is None and not isinstance(body, ChatBody):
             max_tokens = min(DEFAULT_MAX_TOKENS, self._max_model_len - len(token_ids))
         params = _sampling_params(body, max_tokens, self._grammar(body))
-        return Request(request_id, list(token_ids), params, priority, tenant)
+        continuations = self._choices(body, len(token_ids)) if body.choice_logprobs else ()
+        return Request(request_id, list(token_ids), params, priority, tenant, continuations=continuations)
+
+    def _choices(self, body: GeneratingBody, num_prompt_tokens: int) -> Sequence[Sequence[int]]:
+        """The tokens of each choice that is scored. Raises InvalidRequest where no answer can begin with one."""
+        if isinstance(body, ChatBody) and self._chat_prompts.reasons_first(body):
+            raise InvalidRequest(
+                "choice_logprobs is true, but this model reasons before it answers; accepted: false, or a line that "
+                "switches reasoning off, where the chat template can",
+                param="choice_logprobs",
+            )
+        choices = [_encode_exactly(self._tokenizer, choice) for choice in body.scored_choices]
+        longest = max(map(len, choices))
+        self._check_fits(num_prompt_tokens + longest, "choice_logprobs")
+        return choices
 
     def _grammar(self, body: GeneratingBody) -> Grammar | None:
         if isinstance(body, ChatBody):
@@ -160,6 +177,24 @@ class RequestBuilder:
         """Raises PromptTooLong naming `param`: what can never run must not wait at full size until it is its turn."""
         if num_tokens > self._max_model_len:
             raise PromptTooLong(num_tokens, self._max_model_len, param=param)
+
+
+def _encode_exactly(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Tokens that are `text` behind any other text: without the space that some tokenizers put before a text's first
+    word. Raises InvalidRequest if there are none.
+    """
+    before = tokenizer.encode(_LINE, add_special_tokens=False)
+    for context in ([], before):
+        token_ids = tokenizer.encode(_LINE * bool(context) + text, add_special_tokens=False)
+        found = token_ids[len(context) :]
+        written = b"".join(map(tokenizer.token_bytes, found))
+        if token_ids[: len(context)] == context and written == text.encode("utf-8"):
+            return found
+    raise InvalidRequest(
+        f"choice_logprobs cannot be told for {text!r}, which this model's tokenizer does not write as it is; accepted: "
+        "other choices, or false",
+        param="choice_logprobs",
+    )
 
 
 def _takes_special_tokens(body: GeneratingBody) -> bool:

@@ -49,6 +49,10 @@ class ChatPrompts:
             **arguments,
         )
 
+    def reasons_first(self, body: ChatBody) -> bool:
+        """Whether an answer cannot stand right behind the prompt: reasoning is open there, or a channel's name due."""
+        return self.formats.is_harmony or self.opens_reasoning(body)
+
     def opens_reasoning(self, body: ChatBody) -> bool:
         """Whether prompts end with `<think>`, so that answers begin inside: tried with a conversation of one word."""
         if self._template is None or self.formats.reasoning == "none":

@@ -89,6 +89,10 @@ BAD: list[tuple[dict[str, object], str, str]] = [
     ({"response_format": FORMAT, "guided_regex": "a"}, "invalid_value", "guided_regex"),
     ({"guided_choice": ["a"], "guided_regex": "a"}, "invalid_value", "guided_choice"),
     ({"guided_decoding_backend": "xgrammar"}, "unsupported_parameter", "guided_decoding_backend"),
+    ({"choice_logprobs": True}, "invalid_value", "choice_logprobs"),
+    ({"choice_logprobs": True, "guided_regex": "a|b"}, "invalid_value", "choice_logprobs"),
+    ({"choice_logprobs": 1, "guided_choice": ["a"]}, "invalid_type", "choice_logprobs"),
+    ({"choice_logprobs": True, "guided_choice": [str(n) for n in range(257)]}, "invalid_value", "choice_logprobs"),
 ]
 
 
@@ -123,3 +127,11 @@ def test_json_in_a_string_may_nest_as_deep_as_a_line(depth: int) -> None:
         "object, finite numbers"
     )
     assert body_of(chat_line(guided_json='{"not":' * 31 + "{}" + "}" * 31)).grammar is not None
+
+
+@pytest.mark.parametrize("given", [{"guided_choice": ["b", "a", "b"]}, {"structured_outputs": {"choice": ["b", "a"]}}])
+def test_choices_are_scored_where_asked_for_each_once(given: dict[str, object]) -> None:
+    assert body_of(chat_line(**given, choice_logprobs=True)).scored_choices == ["b", "a"]
+    assert body_of(completion_line(**given, choice_logprobs=True)).scored_choices == ["b", "a"]
+    assert body_of(chat_line(**given, choice_logprobs=False)).scored_choices == []
+    assert body_of(chat_line(**given)).scored_choices == []

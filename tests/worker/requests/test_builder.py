@@ -13,9 +13,9 @@ from engine.request import Request
 from engine.structured.grammar import Grammar
 from engine.text.tokenizer import Tokenizer
 from settings import ModelSettings, SettingsError
-from tests.support.fake_engine import served_model
+from tests.support.fake_engine import served_model, template_source
 from tests.support.request_lines import build_request, chat_line, completion_line, parse, raw_line
-from tests.support.tiny_tokenizer import make_tokenizer
+from tests.support.tiny_tokenizer import build_sentencepiece_tokenizer, make_tokenizer
 from worker.lines.request_line import RequestLine
 from worker.requests.builder import RequestBuilder
 from worker.requests.served_model import served_model_name
@@ -99,6 +99,48 @@ def test_where_an_answer_ends_and_what_comes_back_reaches_the_engine(builder: Re
 def test_tokens_that_alone_are_allowed_reach_the_engine(builder: RequestBuilder, line: Callable[..., bytes]) -> None:
     assert build(builder, parse(line(allowed_token_ids=[5, 3])), "r").params.allowed_token_ids == (5, 3)
     assert build(builder, parse(line()), "r").params.allowed_token_ids == ()
+
+
+@pytest.mark.parametrize("line", [completion_line, chat_line])
+def test_choices_that_are_scored_reach_the_engine_as_tokens(
+    builder: RequestBuilder, tokenizer: Tokenizer, line: Callable[..., bytes]
+) -> None:
+    choices = ["hello", "hello there", "\u00e9"]
+    request = build(builder, parse(line(guided_choice=choices, choice_logprobs=True)), "r")
+    assert [tokenizer.decode(token_ids) for token_ids in request.continuations] == choices
+    assert request.continuations[0] == tokenizer.encode("hello", add_special_tokens=False)
+    assert build(builder, parse(line(guided_choice=choices)), "r").continuations == ()
+
+
+@pytest.mark.parametrize("metaspace", [False, True])
+def test_a_scored_choice_has_no_space_that_a_tokenizer_would_put_before_it(metaspace: bool) -> None:
+    tokenizer = Tokenizer(build_sentencepiece_tokenizer(metaspace=metaspace), None)
+    builder = served_model(tokenizer, max_model_len=64, name="tiny").requests
+    line = completion_line(guided_choice=["ab", " ab"], choice_logprobs=True)
+    written = [b"".join(map(tokenizer.token_bytes, ids)) for ids in build(builder, parse(line), "r").continuations]
+    assert written == [b"ab", b" ab"]
+
+
+@pytest.mark.parametrize(("template", "fits"), [("parts", False), ("marked_calls", True)])
+def test_choices_are_scored_only_where_an_answer_stands_behind_the_prompt(
+    tmp_path: Path, template: str, fits: bool
+) -> None:
+    tokenizer = tokenizer_at(tmp_path, template_source(template))
+    builder = served_model(tokenizer, max_model_len=4096, name="tiny").requests
+    line = parse(chat_line(guided_choice=["a"], choice_logprobs=True))
+    if fits:
+        assert len(build(builder, line, "r").continuations) == 1
+        return
+    with pytest.raises(InvalidRequest, match="reasons before it answers") as caught:
+        build(builder, line, "r")
+    assert caught.value.param == "choice_logprobs"
+
+
+def test_a_scored_choice_beyond_the_context_is_refused_by_name(builder: RequestBuilder) -> None:
+    line = raw_line({"prompt": [1] * 60, "guided_choice": ["a", "a" * 9], "choice_logprobs": True})
+    with pytest.raises(PromptTooLong) as caught:
+        build(builder, parse(line), "r")
+    assert caught.value.param == "choice_logprobs"
 
 
 def test_a_grammar_reaches_the_engine_with_the_name_of_its_parameter(builder: RequestBuilder) -> None:
