@@ -164,7 +164,7 @@ class GenerationRequests(
     def _output(self, group: RequestGroup) -> RequestOutput:
         self._resume_states.forget(group)
         completions = tuple(self._outputs.completion(state) for state in group.answering)
-        has_failed = group.error is not None
+        has_failed, totals = group.error is not None, group.continuation_logprobs
         return RequestOutput(
             request_id=group.request.request_id,
             num_prompt_tokens=group.request.num_prompt_tokens,
@@ -173,7 +173,8 @@ class GenerationRequests(
             error=group.error,
             num_resumed_tokens=group.num_resumed_tokens,
             prompt_logprobs=None if has_failed else group.prompt_logprobs,
-            continuation_logprobs=() if has_failed else group.continuation_logprobs,
+            continuation_logprobs=() if has_failed else totals,
+            lacks_continuations=len(totals) < len(group.request.continuations),
             timings=group.timings_now(),
         )
 
@@ -261,22 +262,23 @@ class RequestIntake:
         for state in states:
             if state.max_tokens == 0 and not state.scores_prompt:
                 state.finish_reason = FinishReason.LENGTH  # there is nothing to run
-        scored = (self._scored(request, number, arrival) for number in range(len(request.continuations)))
+        scored = (self._scored(states[0], number) for number in range(len(request.continuations)))
         return RequestGroup(requests, (*states, *scored), key, base_seed=base_seed)
 
-    def _scored(self, request: Request, number: int, arrival: int) -> RequestState:
+    def _scored(self, answering: RequestState, number: int) -> RequestState:
         """A sequence of prompt and continuation, as a prompt that is scored behind the request's: this comes from the
-        prefix cache, where another sequence computes it.
+        prefix cache, if there is one, and another sequence computes it.
         """
-        token_ids = [*request.prompt_token_ids, *request.continuations[number]]
+        request = answering.request
+        token_ids = [*request.prompt_token_ids, *request.continuations[number]]  # nothing is appended to these
         return RequestState(
             request=replace(request, prompt_token_ids=token_ids, params=_SCORED, continuations=()),
             index=request.params.n + number,
-            arrival=arrival,
+            arrival=answering.arrival,
             seed=0,
             max_tokens=0,
-            chain=self._blocks.new_chain(token_ids, request.tenant),
-            token_ids=list(token_ids),
+            chain=self._blocks.branch_chain(answering.chain, token_ids),
+            token_ids=token_ids,
             prompt_logprobs=PromptLogprobs(token_ids, 0, num_given=request.num_prompt_tokens),
         )
 

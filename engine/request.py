@@ -221,10 +221,12 @@ class RequestOutput:
     # Of each of the request's continuations the sum over its tokens, natural, raw logits; none if aborted.
     continuation_logprobs: tuple[float, ...] = ()
     timings: RequestTimings | None = None  # None if nothing was run for it: refused, or an equal request was run
+    lacks_continuations: bool = False  # not all that were asked for could be scored
 
     @property
     def was_aborted(self) -> bool:
         """Whether it was ended early. A request that generates nothing has no vectors then."""
         if self.error is not None or self.embeddings or self.class_scores:
             return False
-        return not self.completions or any(c.finish_reason is FinishReason.CANCELLED for c in self.completions)
+        is_cut = any(completion.finish_reason is FinishReason.CANCELLED for completion in self.completions)
+        return not self.completions or is_cut or self.lacks_continuations

@@ -9,6 +9,7 @@ import hashlib
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass
 
 from engine.errors import EngineFatal, InvalidRequest, KVPoolExhausted
@@ -60,6 +61,13 @@ class BlockManager:
         if self.prefix_caching:
             chain.extend(token_ids)
         return chain
+
+    def branch_chain(self, chain: BlockHashChain, token_ids: Sequence[int]) -> BlockHashChain:
+        """The same for a prompt that begins with the one of `chain`, whose blocks are not hashed again."""
+        branch = chain.branch()
+        if self.prefix_caching:
+            branch.extend(token_ids)
+        return branch
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that so many tokens take."""
@@ -272,6 +280,12 @@ class BlockHashChain:
         self.block_size = block_size
         self.root = hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES).digest()
         self.digests: list[bytes] = []
+
+    def branch(self) -> BlockHashChain:
+        """A chain of its own that begins as this one does."""
+        chain = copy(self)
+        chain.digests = self.digests.copy()
+        return chain
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Hash the blocks that `token_ids`, the whole sequence so far, has completed since the last call."""

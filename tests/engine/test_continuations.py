@@ -133,6 +133,15 @@ def test_a_request_that_is_aborted_has_none_and_an_equal_one_keeps_them(case: Ca
     case.check_one(outputs["s3"], 3)
 
 
+def test_a_request_whose_answer_had_ended_is_aborted_too_while_they_are_scored(case: Case) -> None:
+    engine = case.engine()
+    engine.add_request(case.request(3, max_tokens=0))
+    assert engine.abort("s3")
+    assert [output.was_aborted for output in engine.step()] == [True]
+    (output,) = run_all(engine, [case.request(3, max_tokens=0)]).values()
+    assert not output.was_aborted
+
+
 def test_after_a_checkpoint_they_are_scored_anew(case: Case) -> None:
     request = case.request(3, n=2, max_tokens=20, temperature=1.0, seed=2)
     uninterrupted = run_all(case.engine(), [request])["s3"]

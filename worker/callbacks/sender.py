@@ -80,8 +80,8 @@ class _Places:
 
     def leave(self, tenant: str) -> None:
         with self._changed:
+            self._num_left += 1  # before the next, as both are read without the lock, in the other order
             self._num_free += 1
-            self._num_left += 1
             self._taken[tenant] -= 1
             if not self._taken[tenant]:
                 del self._taken[tenant]

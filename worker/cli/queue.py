@@ -26,7 +26,7 @@ COLUMNS = f"{'MODEL':<32} {'OPEN':>9} {'WAITING':>9} {'THEIR TOKENS':>13} {'OLDE
 def queue(as_json: bool, redis_url: str | None, assignments: tuple[str, ...]) -> None:
     """Show by model how many prompts have no record, how many of these no worker has, and how long the oldest waits.
 
-    Tokens, in and out, are estimated: as many a prompt as the job's answered ones had, before these one for 4 bytes of
+    Tokens, in and out, are estimated: as many a prompt as the job's with a record had, before these one for 4 bytes of
     its lines. No worker is needed, so an autoscaler can start from none. A job that names no model is counted under an
     empty name until a worker has planned it.
     """

@@ -210,7 +210,7 @@ SERVER_METRICS = (
     Metric(
         "millrace_queue_model_open_tokens",
         "gauge",
-        "Tokens of the open prompts, in and out, estimated: as many a prompt as the job's answered ones had, "
+        "Tokens of the open prompts, in and out, estimated: as many a prompt as the job's with a record had, "
         "before these one for 4 bytes of its lines.",
         ("model",),
     ),

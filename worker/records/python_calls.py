@@ -17,7 +17,7 @@ _TEXT = re.compile(r"""'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)\"""", re.DOTALL)
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _WORD = re.compile(r"(True|False|None|true|false|null)\b")
 _ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)
-# Python's and JSON's; any other is the backslash and what stands behind it, as in Python.
+# Python's but for \a, \v, \N{...} and octal ones, and JSON's; any other stays as it is written.
 _ESCAPED: Mapping[str, str] = MappingProxyType(
     {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": "", "\\": "\\", "'": "'", '"': '"', "/": "/"}
 )

@@ -88,7 +88,7 @@ def backlog(keys: Keys) -> Exchange[Backlog]:
     return Backlog(models, num_unread_units=len(members) - len(refs))
 
 
-_OF_JOB = ("pin", "created", "n", "bytes", "ok", "tokp", "toko")
+_OF_JOB = ("pin", "created", "n", "bytes", "ok", "err", "tokp", "toko")
 
 
 def _count(sums: dict[str, _Sums], row: RedisReply, job: RedisReply, served: ServedModels, *, is_plan: bool) -> None:
@@ -107,13 +107,13 @@ def _count(sums: dict[str, _Sums], row: RedisReply, job: RedisReply, served: Ser
 
 
 def _tokens_a_prompt(job: RedisReply) -> float:
-    """Mean tokens of the job's answered prompts, in and out; before the first answer by the bytes of its lines.
+    """Mean tokens of the job's prompts with a record, in and out; before the first by the bytes of its lines.
 
     Nobody knows more before a prompt is tokenised, which only workers of its model can.
     """
-    num_lines, num_bytes, num_answered, tokens_in, tokens_out = (int(value or 0) for value in job[2:])
-    if num_answered > 0:
-        return (tokens_in + tokens_out) / num_answered
+    num_lines, num_bytes, num_good, num_failed, tokens_in, tokens_out = (int(value or 0) for value in job[2:])
+    if num_good > 0:  # a prompt may fail in the engine, which counts its tokens, or before
+        return (tokens_in + tokens_out) / (num_good + num_failed)
     return num_bytes / BYTES_A_TOKEN / max(num_lines, 1)
 
 

@@ -11,6 +11,7 @@ from engine.structured.grammar import Grammar
 from engine.text.tokenizer import Tokenizer
 from worker.lines.bodies import DEFAULT_MAX_TOKENS, CompletionBody, PooledBody
 from worker.lines.chat import ChatBody
+from worker.lines.grammar import GivenGrammar
 from worker.lines.request_line import ANY_MODEL, GeneratingBody, RequestLine, names_model
 from worker.lines.scoring import PairBody
 from worker.requests.call_grammar import CallGrammar
@@ -37,6 +38,7 @@ class RequestBuilder:
         self._chat_prompts = prompts
         self._call_grammar = grammars
         self._max_model_len = engine.max_model_len  # tokens one request may have, prompt and output together
+        self._last_choices: tuple[GivenGrammar | None, Sequence[Sequence[int]]] = (None, ())
         self._names = names
 
     def build_all(
@@ -153,9 +155,11 @@ class RequestBuilder:
                 "switches reasoning off, where the chat template can",
                 param="choice_logprobs",
             )
-        choices = [_encode_exactly(self._tokenizer, choice) for choice in body.scored_choices]
-        longest = max(map(len, choices))
-        self._check_fits(num_prompt_tokens + longest, "choice_logprobs")
+        given, (last, choices) = body.grammar, self._last_choices
+        if given is None or last != given:  # the lines of a job have the same
+            choices = [_encode_exactly(self._tokenizer, choice) for choice in body.scored_choices]
+            self._last_choices = (given, choices)
+        self._check_fits(num_prompt_tokens + max(map(len, choices)), "choice_logprobs")
         return choices
 
     def _grammar(self, body: GeneratingBody) -> Grammar | None:

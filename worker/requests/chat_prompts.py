@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from engine.errors import InvalidRequest
 from engine.text.chat_template import RESERVED, ChatTemplate
 from worker.lines.chat import ChatBody, ChatMessage
-from worker.records.answers import REASONING_BEGIN, AnswerFormats
+from worker.records.answers import REASONING_BEGIN, REASONING_END, AnswerFormats
 
 _ANY_TIME = datetime.fromtimestamp(0, UTC)  # for a trial: no template's prompt ends in a date
 _MAX_REMEMBERED = 64  # different chat_template_kwargs; a job has one or two
@@ -24,7 +24,7 @@ class ChatPrompts:
         """`formats`: the operator's choice; what is `auto` is read off the template."""
         self._template = template
         self.formats = formats if template is None else formats.for_template(template.writes)
-        self._opens: dict[str, bool] = {}
+        self._ends: dict[str, str] = {}
 
     def text(self, body: ChatBody, created_s: int) -> str:
         """The prompt. The template takes the job's `created_s` (Unix time) for now, so that a later run has the same.
@@ -50,33 +50,42 @@ class ChatPrompts:
         )
 
     def reasons_first(self, body: ChatBody) -> bool:
-        """Whether an answer cannot stand right behind the prompt: reasoning is open there, or a channel's name due."""
-        return self.formats.is_harmony or self.opens_reasoning(body)
+        """Whether a model of these formats does not answer right behind the prompt: a channel's name is due there,
+        reasoning is open, or may be begun since the template's switch for it is not off.
+        """
+        if self.formats.is_harmony or self._template is None or self.formats.reasoning == "none":
+            return self.formats.is_harmony
+        has_switch = self._template.reads(_THINKING, with_tools=bool(body.offered_tools))
+        return self._end_of_prompt(body) in ((REASONING_BEGIN, "") if has_switch else (REASONING_BEGIN,))
 
     def opens_reasoning(self, body: ChatBody) -> bool:
-        """Whether prompts end with `<think>`, so that answers begin inside: tried with a conversation of one word."""
+        """Whether prompts end with `<think>`, so that answers begin inside."""
+        return self._end_of_prompt(body) == REASONING_BEGIN
+
+    def _end_of_prompt(self, body: ChatBody) -> str:
+        """The mark of reasoning, if any, that prompts end with: tried with a conversation of one word."""
         if self._template is None or self.formats.reasoning == "none":
-            return False
+            return ""
         arguments = template_arguments(self._template, body)
         tools = [tool.as_given() for tool in body.offered_tools[:1]] or None
         key = json.dumps([arguments, tools is not None], sort_keys=True)
-        opens = self._opens.get(key)
-        if opens is None:
-            opens = self._ends_inside(self._template, tools, arguments)
-            if len(self._opens) >= _MAX_REMEMBERED:
-                self._opens.clear()
-            self._opens[key] = opens
-        return opens
+        end = self._ends.get(key)
+        if end is None:
+            end = self._tried(self._template, tools, arguments)
+            if len(self._ends) >= _MAX_REMEMBERED:
+                self._ends.clear()
+            self._ends[key] = end
+        return end
 
-    def _ends_inside(
+    def _tried(
         self, template: ChatTemplate, tools: list[dict[str, object]] | None, arguments: dict[str, object]
-    ) -> bool:
+    ) -> str:
         try:
             question = [{"role": "user", "content": "x"}]
             prompt = template.render(question, _ANY_TIME, tools=tools, add_generation_prompt=True, **arguments)
         except InvalidRequest:
-            return False
-        return prompt.rstrip().endswith(REASONING_BEGIN)
+            return ""
+        return next((mark for mark in (REASONING_BEGIN, REASONING_END) if prompt.rstrip().endswith(mark)), "")
 
     def _check_tools(self, template: ChatTemplate) -> None:
         if not template.reads("tools", with_tools=True):

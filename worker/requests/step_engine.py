@@ -91,5 +91,9 @@ def request_window(max_num_seqs: int) -> int:
 
 
 def request_room(request: AnyRequest) -> int:
-    """How many of a window's sequences a request takes: one for each input (up to 2,048), or for each choice."""
-    return len(request.inputs) if isinstance(request, PooledRequest) else request.params.n
+    """How many of a window's sequences a request takes: one for each input (up to 2,048), or for each of its answers
+    and of the continuations that it has scored.
+    """
+    if isinstance(request, PooledRequest):
+        return len(request.inputs)
+    return request.params.n + len(request.continuations)

@@ -155,10 +155,11 @@ class AdmissionWindow:
 
 
 def _num_tokens(request: AnyRequest) -> int:
-    """Tokens of its prompt and those that it may generate."""
+    """Tokens of its prompt, those that it may generate, and those of continuations that it has scored."""
     if isinstance(request, PooledRequest):
         return request.num_prompt_tokens
-    return request.num_prompt_tokens + request.params.n * (request.params.max_tokens or 0)
+    generated = request.params.n * (request.params.max_tokens or 0)
+    return request.num_prompt_tokens + generated + sum(map(len, request.continuations))
 
 
 class FeedSweep:

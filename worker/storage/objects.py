@@ -77,7 +77,7 @@ def _found(store: ObjectStore, url: ObjectUrl, meta: Mapping[str, Any]) -> Found
 
 def _entity_tag(found: str | None) -> str | None:
     """An ETag as HTTP has it, in quotes: lists of some servers leave these out, and If-Match takes none without."""
-    return found if found is None or found.endswith('"') else f'"{found}"'
+    return f'"{found}"' if found and not found.endswith('"') else found
 
 
 def _matching(store: ObjectStore, url: ObjectUrl) -> list[FoundObject]:

@@ -15,7 +15,7 @@ from engine.text.tokenizer import Tokenizer
 from settings import ModelSettings, SettingsError
 from tests.support.fake_engine import served_model, template_source
 from tests.support.request_lines import build_request, chat_line, completion_line, parse, raw_line
-from tests.support.tiny_tokenizer import build_sentencepiece_tokenizer, make_tokenizer
+from tests.support.tiny_tokenizer import THINKING, build_sentencepiece_tokenizer, make_tokenizer
 from worker.lines.request_line import RequestLine
 from worker.requests.builder import RequestBuilder
 from worker.requests.served_model import served_model_name
@@ -110,6 +110,8 @@ def test_choices_that_are_scored_reach_the_engine_as_tokens(
     assert [tokenizer.decode(token_ids) for token_ids in request.continuations] == choices
     assert request.continuations[0] == tokenizer.encode("hello", add_special_tokens=False)
     assert build(builder, parse(line(guided_choice=choices)), "r").continuations == ()
+    other = parse(line(guided_choice=["a", "b"], choice_logprobs=True))
+    assert [tokenizer.decode(token_ids) for token_ids in build(builder, other, "r").continuations] == ["a", "b"]
 
 
 @pytest.mark.parametrize("metaspace", [False, True])
@@ -121,13 +123,20 @@ def test_a_scored_choice_has_no_space_that_a_tokenizer_would_put_before_it(metas
     assert written == [b"ab", b" ab"]
 
 
-@pytest.mark.parametrize(("template", "fits"), [("parts", False), ("marked_calls", True)])
+OFF: dict[str, object] = {"chat_template_kwargs": {"enable_thinking": False}}
+
+
+@pytest.mark.parametrize(
+    ("template", "given", "fits"),
+    [("parts", {}, False), (THINKING, {}, False), (THINKING, OFF, True), (TEMPLATE, {}, True)],
+    ids=["open", "may begin", "switched off", "none"],
+)
 def test_choices_are_scored_only_where_an_answer_stands_behind_the_prompt(
-    tmp_path: Path, template: str, fits: bool
+    tmp_path: Path, template: str, given: dict[str, object], fits: bool
 ) -> None:
-    tokenizer = tokenizer_at(tmp_path, template_source(template))
+    tokenizer = tokenizer_at(tmp_path, template_source(template) if template == "parts" else template)
     builder = served_model(tokenizer, max_model_len=4096, name="tiny").requests
-    line = parse(chat_line(guided_choice=["a"], choice_logprobs=True))
+    line = parse(chat_line(guided_choice=["a"], choice_logprobs=True, **given))
     if fits:
         assert len(build(builder, line, "r").continuations) == 1
         return

@@ -187,7 +187,7 @@ def test_what_is_remembered_of_arguments_is_bounded() -> None:
     opening = prompts(template_source("parts"))
 
     assert all(opening.opens_reasoning(body(chat_template_kwargs={"reasoning_effort": n})) for n in range(200))
-    assert len(opening._opens) <= 64
+    assert len(opening._ends) <= 64
 
 
 def test_a_template_that_refuses_the_trial_begins_no_reasoning() -> None:

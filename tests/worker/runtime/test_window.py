@@ -267,6 +267,7 @@ def test_a_request_takes_the_room_of_all_its_choices() -> None:
     [
         (Request("r", [1, 2], SamplingParams()), 1),
         (Request("r", [1, 2], SamplingParams(n=3)), 3),
+        (Request("r", [1, 2], SamplingParams(n=3), continuations=((1,), (2, 3))), 5),
         (EmbeddingRequest("r", [[1], [2, 3]]), 2),
     ],
 )
