@@ -133,7 +133,7 @@ def test_a_request_that_is_aborted_has_none_and_an_equal_one_keeps_them(case: Ca
     case.check_one(outputs["s3"], 3)
 
 
-def test_a_request_whose_answer_had_ended_is_aborted_too_while_they_are_scored(case: Case) -> None:
+def test_a_request_whose_answer_had_ended_is_aborted_too(case: Case) -> None:
     engine = case.engine()
     engine.add_request(case.request(3, max_tokens=0))
     assert engine.abort("s3")
