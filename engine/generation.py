@@ -164,7 +164,7 @@ class GenerationRequests(
     def _output(self, group: RequestGroup) -> RequestOutput:
         self._resume_states.forget(group)
         completions = tuple(self._outputs.completion(state) for state in group.answering)
-        has_failed, totals = group.error is not None, group.continuation_logprobs
+        has_failed = group.error is not None
         return RequestOutput(
             request_id=group.request.request_id,
             num_prompt_tokens=group.request.num_prompt_tokens,
@@ -173,8 +173,7 @@ class GenerationRequests(
             error=group.error,
             num_resumed_tokens=group.num_resumed_tokens,
             prompt_logprobs=None if has_failed else group.prompt_logprobs,
-            continuation_logprobs=() if has_failed else totals,
-            lacks_continuations=len(totals) < len(group.request.continuations),
+            continuation_logprobs=() if has_failed else group.continuation_logprobs,
             timings=group.timings_now(),
         )
 

@@ -218,10 +218,9 @@ class RequestOutput:
     embeddings: tuple[array[float], ...] = ()  # float32, of length 1, in the order of the inputs
     class_scores: tuple[array[float], ...] = ()  # float32, one a class of the model, in the order of the inputs
     prompt_logprobs: PromptLogprobs | None = None  # one a prompt token; None unless asked for, or if aborted
-    # Of each of the request's continuations the sum over its tokens, natural, raw logits; none if aborted.
-    continuation_logprobs: tuple[float, ...] = ()
+    # Of each of the request's continuations the sum over its tokens, natural, raw logits; None: ended before all had one.
+    continuation_logprobs: tuple[float, ...] | None = ()
     timings: RequestTimings | None = None  # None if nothing was run for it: refused, or an equal request was run
-    lacks_continuations: bool = False  # not all that were asked for could be scored
 
     @property
     def was_aborted(self) -> bool:
@@ -229,4 +228,4 @@ class RequestOutput:
         if self.error is not None or self.embeddings or self.class_scores:
             return False
         is_cut = any(completion.finish_reason is FinishReason.CANCELLED for completion in self.completions)
-        return not self.completions or is_cut or self.lacks_continuations
+        return not self.completions or is_cut or self.continuation_logprobs is None

@@ -107,11 +107,11 @@ class RequestGroup(SequenceGroup[Request, RequestState]):
         return self.states[: self.request.params.n]
 
     @property
-    def continuation_logprobs(self) -> tuple[float, ...]:
-        """The log-probability of each continuation, if all are computed; else none."""
+    def continuation_logprobs(self) -> tuple[float, ...] | None:
+        """The log-probability of each continuation, if all are computed; else None."""
         scored = [state.prompt_logprobs for state in self.states[self.request.params.n :]]
         totals = tuple(entries.total() for entries in scored if entries is not None and entries.is_complete)
-        return totals if len(totals) == len(scored) else ()
+        return totals if len(totals) == len(scored) else None
 
     @property
     def prompt_logprobs(self) -> PromptLogprobs | None:

@@ -116,8 +116,7 @@ def test_equal_requests_are_scored_once_and_others_are_not_equal(case: Case) -> 
     )
     assert engine.stats().num_duplicates == 1
     assert outputs["same"].continuation_logprobs == outputs["s2"].continuation_logprobs
-    assert len(outputs["other"].continuation_logprobs) == 2
-    assert len(outputs["joined"].continuation_logprobs) == 1
+    assert [len(outputs[name].continuation_logprobs or ()) for name in ("other", "joined")] == [2, 1]
     case.check_one(outputs["same"], 2)
 
 
@@ -129,7 +128,7 @@ def test_a_request_that_is_aborted_has_none_and_an_equal_one_keeps_them(case: Ca
     assert engine.abort("gone")
     outputs = run_all(engine, [])
     assert outputs["gone"].was_aborted
-    assert outputs["gone"].continuation_logprobs == ()
+    assert outputs["gone"].continuation_logprobs is None
     case.check_one(outputs["s3"], 3)
 
 
@@ -186,4 +185,4 @@ def test_what_cannot_be_scored_is_refused_by_name(case: Case) -> None:
         assert caught.value.param == "continuations[1]"
         assert isinstance(caught.value, PromptTooLong) == (len(bad) == 5)
     fitting = replace(case.request(3, max_tokens=1), continuations=((1, 2, 3, 4),))
-    assert len(run_all(engine, [fitting])["s3"].continuation_logprobs) == 1
+    assert len(run_all(engine, [fitting])["s3"].continuation_logprobs or ()) == 1

@@ -22,11 +22,13 @@ from typing import IO, Any
 
 import botocore.session
 import pytest
+from click.testing import CliRunner, Result
 
 from tests.support.processes import WarmProcess, wait_until, warm_interpreter
 from tests.support.redis_servers import free_port
 from tests.support.registry import TestRegistry
 from tests.support.workers import CLI
+from worker.cli.main import cli
 
 KEY, SECRET = "AKIATESTOFMILLRACE", "this-is-the-secret-of-the-tests"
 BUCKET = "bucket"
@@ -429,3 +431,11 @@ def google_front(store: ObjectStore) -> Iterator[dict[str, str]]:
         finally:
             front.shutdown()
             thread.join(10)
+
+
+def millrace(registry: TestRegistry, *arguments: str, exit_code: int = 0) -> Result:
+    """What a command printed that ended with this code."""
+    url = registry.settings.url.get_secret_value()
+    done = CliRunner().invoke(cli, [*arguments, "--redis-url", url])
+    assert done.exit_code == exit_code, done.output
+    return done

@@ -77,7 +77,7 @@ def success_record(
         "usage": _usage(output, answers),
     }
     if line.body.choice_logprobs:
-        totals = map(_finite, output.continuation_logprobs)
+        totals = map(_finite, output.continuation_logprobs or ())
         body["choice_logprobs"] = dict(zip(line.body.scored_choices, totals, strict=True))
     return context.answered(line.index, line.custom_id, 200, body)
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from click.testing import CliRunner, Result
 
 from tests.support.object_stores import (
     BUCKET,
@@ -19,12 +18,12 @@ from tests.support.object_stores import (
     SECRET,
     ObjectStore,
     Seen,
+    millrace,
     moto_store,
     proxied,
     serving,
 )
 from tests.support.registry import TestRegistry, ended_job, failure, must_claim, ok
-from worker.cli.main import cli
 from worker.lines.errors import UnreadableInput
 from worker.registry.keys import UnitRef
 from worker.storage.errors import StorageError
@@ -41,13 +40,6 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectStore]:
         for name, value in store.environment.items():
             monkeypatch.setenv(name, value)
         yield store
-
-
-def millrace(registry: TestRegistry, *arguments: str, exit_code: int = 0) -> Result:
-    url = registry.settings.url.get_secret_value()
-    done = CliRunner().invoke(cli, [*arguments, "--redis-url", url])
-    assert done.exit_code == exit_code, done.output
-    return done
 
 
 def job_of_errors(registry: TestRegistry) -> str:

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 
 from tests.support.object_stores import (
     BUCKET,
@@ -27,6 +26,7 @@ from tests.support.object_stores import (
     Seen,
     after_trial,
     held,
+    millrace,
     moto_store,
     proxied,
     seaweed_store,
@@ -34,7 +34,6 @@ from tests.support.object_stores import (
 )
 from tests.support.registry import TestRegistry, ended_job, must_claim, ok
 from tests.support.request_lines import completion_line
-from worker.cli.main import cli
 from worker.registry.keys import UnitRef
 
 RECORD_BYTES = 1 << 20
@@ -57,13 +56,6 @@ def store(server: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
     return server
-
-
-def millrace(registry: TestRegistry, *arguments: str, exit_code: int = 0) -> Result:
-    url = registry.settings.url.get_secret_value()
-    done = CliRunner().invoke(cli, [*arguments, "--redis-url", url])
-    assert done.exit_code == exit_code, done.output
-    return done
 
 
 def lines(*custom_ids: str) -> bytes:
