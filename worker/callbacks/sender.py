@@ -80,12 +80,17 @@ class _Places:
 
     def leave(self, tenant: str) -> None:
         with self._changed:
-            self._num_left += 1  # before the next, as both are read without the lock, in the other order
             self._num_free += 1
+            self._num_left += 1
             self._taken[tenant] -= 1
             if not self._taken[tenant]:
                 del self._taken[tenant]
             self._changed.notify_all()
+
+    def were_free_since(self, num_left: int) -> bool:
+        """Whether none is taken, nor was one left after the `num_left` before."""
+        with self._changed:
+            return not self._taken and self._num_left == num_left
 
     def wait_for_one(self, num_left: int, timeout_s: float) -> None:
         """Wait until another one was left than the `num_left` before, at most so long."""
@@ -145,10 +150,10 @@ class CallbackSender:
                 logger.warning("callbacks could not be looked for: %s", error)
             except Exception:  # a seam: a defect costs a look, not the process, nor the sending without a word
                 logger.exception("callbacks could not be looked for")
-            if places.num_free < MAX_SENDING or places.num_left != num_left:  # all may have been left since
-                places.wait_for_one(num_left, self._look_interval_s)
-            else:
+            if places.were_free_since(num_left):
                 stopping.wait(self._look_interval_s)
+            else:
+                places.wait_for_one(num_left, self._look_interval_s)
         places.wait_for_all(STOP_TIMEOUT_S)  # the rest is sent again by whoever takes it when the lease has run out
 
     def _send_next(self, kind: CallbackKind, places: _Places, but_of: list[str]) -> bool:
