@@ -218,7 +218,7 @@ class RequestOutput:
     embeddings: tuple[array[float], ...] = ()  # float32, of length 1, in the order of the inputs
     class_scores: tuple[array[float], ...] = ()  # float32, one a class of the model, in the order of the inputs
     prompt_logprobs: PromptLogprobs | None = None  # one a prompt token; None unless asked for, or if aborted
-    # Of each of the request's continuations the sum over its tokens, natural, raw logits; None: ended before all had one.
+    # Of each of its continuations the sum over the tokens, natural, raw logits; None: ended before all had one.
     continuation_logprobs: tuple[float, ...] | None = ()
     timings: RequestTimings | None = None  # None if nothing was run for it: refused, or an equal request was run
 
