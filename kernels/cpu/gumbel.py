@@ -37,36 +37,39 @@ def choose_tokens(
     positions: torch.Tensor,
 ) -> torch.Tensor:
     """See `Operations.choose_tokens`."""
-    return choose_tokens_by(argmax, logits, is_known, (temperatures, seeds, positions))
+    return choose_tokens_by(best_known, logits.float(), is_known, (temperatures, seeds, positions))
 
 
-def choose_tokens_by(
-    find_best: Callable[[torch.Tensor], torch.Tensor],
-    logits: torch.Tensor,
-    is_known: torch.Tensor,
-    draws: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-) -> torch.Tensor:
-    """`choose_tokens` with another argmax, find_best: [N, V] float32 -> [N] int64. draws: temperatures, seeds and
-    positions, each [N].
-    """
-    logits = logits.float()
+def best_known(logits: torch.Tensor, is_known: torch.Tensor) -> torch.Tensor:
+    """What `Operations.choose_tokens` answers where all temperatures are 0. logits may be overwritten."""
     unknown = is_known.logical_not().nonzero().squeeze(1)
     is_sound = torch.ones(logits.shape[0], dtype=torch.bool)
     if unknown.shape[0]:
         is_sound = logits.index_select(1, unknown).amax(-1) < torch.inf  # a NaN propagates, and is below nothing
         logits = logits.index_fill_(1, unknown, -torch.inf)
-    token_ids = find_best(logits)  # a NaN counts as the largest, so one look at it says whether a row is finite
-    tops = logits.gather(1, token_ids.unsqueeze(1))
-    is_sound &= tops.isfinite().squeeze(1)
-    drawn = (draws[0] > 0).nonzero().squeeze(1)
-    if drawn.shape[0] == logits.shape[0]:
-        scores = logits.sub_(tops).div_(draws[0].unsqueeze(1))
-        token_ids = gumbel_argmax(scores, *draws[1:])
-    elif drawn.shape[0]:
-        temperatures, seeds, places = (tensor.index_select(0, drawn) for tensor in draws)
-        scores = logits.index_select(0, drawn).sub_(tops.index_select(0, drawn)).div_(temperatures.unsqueeze(1))
-        token_ids.index_copy_(0, drawn, gumbel_argmax(scores, seeds, places))
+    token_ids = argmax(logits)  # a NaN counts as the largest, so one look at it says whether a row is finite
+    is_sound &= logits.gather(1, token_ids.unsqueeze(1)).isfinite().squeeze(1)
     return torch.stack((token_ids, torch.where(is_sound, token_ids, -1)))
+
+
+def choose_tokens_by(
+    find_best: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    logits: torch.Tensor,
+    is_known: torch.Tensor,
+    draws: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+) -> torch.Tensor:
+    """`choose_tokens` by another `best_known`. draws: temperatures, seeds and positions, each [N]."""
+    chosen = find_best(logits, is_known)
+    drawn = (draws[0] > 0).nonzero().squeeze(1)
+    if not drawn.shape[0]:
+        return chosen
+    scores = logits if drawn.shape[0] == logits.shape[0] else logits.index_select(0, drawn)
+    scores = scores.float().index_fill_(1, is_known.logical_not().nonzero().squeeze(1), -torch.inf)
+    scores -= scores.gather(1, chosen[0].index_select(0, drawn).unsqueeze(1))
+    temperatures, seeds, positions = (tensor.index_select(0, drawn) for tensor in draws)
+    chosen[0].index_copy_(0, drawn, gumbel_argmax(scores.div_(temperatures.unsqueeze(1)), seeds, positions))
+    chosen[1] = torch.where(chosen[1] < 0, -1, chosen[0])
+    return chosen
 
 
 def _draw(logits: torch.Tensor, key: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:

@@ -46,7 +46,7 @@ def paged_attention(
     if q.stride(2) != 1 or q.stride(1) != q.shape[2]:
         q = q.contiguous()
     groups = rows.once(("native_groups",), lambda: torch.tensor(rows.prefix_groups, dtype=torch.int64))
-    out = torch.empty(q.shape, dtype=q.dtype)
+    out = q.new_empty(q.shape)
     args = AttentionArgs(
         q=q.data_ptr(),
         k=k_cache.data_ptr(),

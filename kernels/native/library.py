@@ -190,7 +190,9 @@ class ArgmaxArgs(Structure):
         ("stride", c_int64),
         ("rows", c_int64),
         ("width", c_int64),
+        ("is_known", c_void_p),
         ("ids", c_void_p),
+        ("is_float", c_int64),
     )
 
 

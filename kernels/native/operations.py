@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 
 from kernels import cpu
-from kernels.cpu.gumbel import choose_tokens_by
+from kernels.cpu.gumbel import best_known, choose_tokens_by
 from kernels.native.attention import is_attended, paged_attention
 from kernels.native.library import (
     ArgmaxArgs,
@@ -78,7 +78,7 @@ class NativeOperations:
         if x.dtype not in DTYPES:
             return cpu.rms_norm(x, weight, eps)
         rows = _rows(x.reshape(-1, x.shape[-1]))
-        out = torch.empty(x.shape, dtype=x.dtype)
+        out = x.new_empty(x.shape)
         self._norm(rows, None, weight, eps, out)
         return out
 
@@ -86,7 +86,7 @@ class NativeOperations:
         """See `Operations.fused_add_rms_norm`."""
         if x.dtype not in DTYPES or residual.stride(1) != 1:
             return cpu.fused_add_rms_norm(x, residual, weight, eps)
-        out = torch.empty(x.shape, dtype=x.dtype)
+        out = x.new_empty(x.shape)
         self._norm(_rows(x), residual, weight, eps, out)
         return out
 
@@ -233,15 +233,21 @@ class NativeOperations:
         return out
 
     def argmax(self, logits: Tensor) -> Tensor:
-        """See `Operations.argmax`. A NaN counts as the largest, as in `torch.argmax`."""
+        """See `Operations.argmax`; bfloat16 too. A NaN counts as the largest, as in `torch.argmax`."""
+        return self._best(logits, None)[0] if logits.dtype in DTYPES else cpu.argmax(logits)
+
+    def _best(self, logits: Tensor, is_known: Tensor | None) -> Tensor:
+        """See `best_known`; None: all are."""
         rows = _rows(logits)
-        ids = torch.empty(rows.shape[0], dtype=torch.int64)
+        ids = torch.empty(2, rows.shape[0], dtype=torch.int64)
         args = ArgmaxArgs(
             logits=rows.data_ptr(),
             stride=rows.stride(0),
             rows=rows.shape[0],
             width=rows.shape[1],
+            is_known=pointer(is_known),
             ids=ids.data_ptr(),
+            is_float=rows.dtype is torch.float32,
         )
         self._kernels.argmax(byref(args))
         return ids
@@ -250,7 +256,8 @@ class NativeOperations:
         self, logits: Tensor, is_known: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor
     ) -> Tensor:
         """See `Operations.choose_tokens`."""
-        return choose_tokens_by(self.argmax, logits, is_known, (temperatures, seeds, positions))
+        find_best = self._best if logits.dtype in DTYPES else best_known
+        return choose_tokens_by(find_best, logits, is_known.contiguous(), (temperatures, seeds, positions))
 
     def route_and_sort(self, router_logits: Tensor, top_k: int, *, renormalise: bool) -> tuple[Tensor, ExpertLayout]:
         """See `Operations.route_and_sort`."""

@@ -132,11 +132,13 @@ struct RouteArgs {
 };
 
 struct ArgmaxArgs {
-    const float* logits;  // [rows, width], rows `stride` apart
+    const void* logits;  // [rows, width], rows `stride` apart
     int64_t stride;
     int64_t rows;
     int64_t width;
-    int64_t* ids;
+    const uint8_t* is_known;  // [width]: 0 where an element is not to be found; null: each may be
+    int64_t* ids;  // [2, rows]: the second is -1 where a row is not sound
+    int64_t is_float;
 };
 
 struct Kernels {  // one variant's

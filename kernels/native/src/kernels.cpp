@@ -37,5 +37,5 @@ extern "C" const Kernels JOIN(kernels_, VARIANT) = {
     [](const SiluArgs* g) { g->is_float ? silu_and_mul<float>(*g) : silu_and_mul<bf16>(*g); },
     [](const CombineArgs* g) { g->is_float ? combine<float>(*g) : combine<bf16>(*g); },
     [](const RouteArgs* g) { g->is_float ? route<float>(*g) : route<bf16>(*g); },
-    [](const ArgmaxArgs* g) { argmax(*g); },
+    [](const ArgmaxArgs* g) { g->is_float ? argmax<float>(*g) : argmax<bf16>(*g); },
 };

@@ -241,43 +241,70 @@ void route(const RouteArgs& g) {
     }
 }
 
-// The first of several maxima; a NaN counts as the largest, as in torch.argmax.
-inline int64_t argmax_of_row(const float* x, int64_t width) {
+inline bool has_any(i32x16 is_so) {
+    int32_t any = 0;
+    for (int64_t lane = 0; lane < LANES; lane++) any |= is_so[lane];
+    return any;
+}
+
+// Which of 16 bytes, of which the first n are read, are not 0.
+inline i32x16 known(const uint8_t* bytes, int64_t n) {
+    u8x16 read = {};
+    memcpy(&read, bytes, std::min(n, LANES));
+#ifdef __AVX512F__
+    return (i32x16)_mm512_cvtepu8_epi32((__m128i)read) != 0;  // GCC 12 converts in four quarters
+#else
+    return __builtin_convertvector(read, i32x16) != 0;
+#endif
+}
+
+struct Best {
+    int64_t id;
+    bool is_sound;  // no element is NaN or infinity, known or not, and a known one is above minus infinity
+};
+
+// The first of several maxima of the known elements; a NaN, known or not, counts as the largest, as in torch.argmax.
+template <class T>
+inline Best best_of_row(const T* x, const uint8_t* is_known, int64_t width) {
     constexpr int64_t BLOCK = 1024;  // the largest value is sought block by block, its place in one block alone
-    float top = -std::numeric_limits<float>::infinity();
+    constexpr float INF = std::numeric_limits<float>::infinity();
+    float top = -INF;
     int64_t best = 0;
+    i32x16 is_infinite = {};
     for (int64_t from = 0; from < width; from += BLOCK) {
         const int64_t size = std::min(BLOCK, width - from);
         f32x16 largest = splat(top);
         i32x16 is_nan = {};
         for_vectors(size, [&](int64_t i, int64_t n) {
-            f32x16 v = n < LANES ? splat(top) : f32x16{};
-            if (n < LANES) memcpy(&v, x + from + i, n * sizeof(float));
-            else v = load(x + from + i);
-            largest = max(v, largest);
+            f32x16 v = load(x + from + i, n);
             is_nan |= v != v;
+            is_infinite |= v == splat(INF);
+            if (is_known) v = known(is_known + from + i, n) ? v : splat(-INF);
+            for (int64_t lane = n; lane < LANES; lane++) v[lane] = -INF;
+            largest = max(v, largest);
         });
-        bool has_nan = false;
-        float block_top = top;
-        for (int64_t lane = 0; lane < LANES; lane++) {
-            has_nan = has_nan || is_nan[lane];
-            block_top = std::max(block_top, largest[lane]);
-        }
-        if (has_nan) {
+        if (has_any(is_nan)) {
             for (int64_t i = from;; i++)
-                if (x[i] != x[i]) return i;
+                if (widen(x[i]) != widen(x[i])) return {i, false};
         }
+        float block_top = top;
+        for (int64_t lane = 0; lane < LANES; lane++) block_top = std::max(block_top, largest[lane]);
         if (block_top > top) {
             top = block_top;
-            for (best = from; x[best] != top;) best++;
+            for (best = from; widen(x[best]) != top || (is_known && !is_known[best]);) best++;
         }
     }
-    return best;
+    return {best, top > -INF && !has_any(is_infinite)};
 }
 
-inline void argmax(const ArgmaxArgs& g) {
+template <class T>
+void argmax(const ArgmaxArgs& g) {
 #pragma omp parallel for if (g.rows * g.width >= PARALLEL_ELEMENTS)
-    for (int64_t r = 0; r < g.rows; r++) g.ids[r] = argmax_of_row(g.logits + r * g.stride, g.width);
+    for (int64_t r = 0; r < g.rows; r++) {
+        const Best best = best_of_row((const T*)g.logits + r * g.stride, g.is_known, g.width);
+        g.ids[r] = best.id;
+        g.ids[g.rows + r] = best.is_sound ? best.id : -1;
+    }
 }
 
 }  // namespace VARIANT

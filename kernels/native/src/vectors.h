@@ -20,6 +20,7 @@ struct bf16 {
 typedef float f32x16 __attribute__((vector_size(64)));
 typedef int32_t i32x16 __attribute__((vector_size(64)));
 typedef uint32_t u32x16 __attribute__((vector_size(64)));
+typedef uint8_t u8x16 __attribute__((vector_size(16)));
 typedef uint16_t u16x16 __attribute__((vector_size(32)));
 typedef uint16_t u16x32 __attribute__((vector_size(64)));
 
@@ -48,6 +49,8 @@ inline u32x16 wide(u16x16 x) {
 }
 
 inline f32x16 widen(u16x16 x) { return (f32x16)(wide(x) << 16); }
+inline float widen(bf16 x) { return widen(u16x16{x.bits})[0]; }
+inline float widen(float x) { return x; }
 
 // To the nearest bfloat16, ties to even. NaN stays NaN.
 inline u16x16 narrow(f32x16 x) {

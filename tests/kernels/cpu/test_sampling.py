@@ -17,11 +17,11 @@ from transformers.generation.logits_process import (
 
 from kernels import cpu, reference
 from kernels.cpu import gumbel
-from kernels.dispatch import operations
 from kernels.gumbel_noise import MAX_NOISE
 from kernels.interface import Operations
+from kernels.native.operations import native_operations
 from kernels.reference.sampling import gumbel_noise
-from tests.support.tensors import assert_close
+from tests.support.tensors import assert_close, native_variants
 
 PINNED = ["0x1.a95f1a0000000p+1", "-0x1.8088fa0000000p-2", "0x1.25cb660000000p+2"]
 SEEDS = [0, 1, -1, 2**31, 2**32, 2**63 - 1, -(2**63), 123456789012345]
@@ -326,9 +326,10 @@ def test_no_rows_draw_nothing() -> None:
     assert draw(cpu, torch.empty(0, 7), seed=1).shape == (0,)
 
 
-@pytest.mark.parametrize("ops", [cpu, operations(torch.device("cpu"))], ids=["cpu", "chosen"])
+@pytest.mark.parametrize("variant", [None, *native_variants()[:1]])
 @pytest.mark.parametrize("vocab", [1, 97, 5003])
-def test_tokens_are_chosen_as_by_the_reference(ops: Operations, vocab: int) -> None:
+def test_tokens_are_chosen_as_by_the_reference(variant: str | None, vocab: int) -> None:
+    ops: Operations = cpu if variant is None else native_operations(variant)
     num_rows = 9
     logits = random_logits(num_rows, vocab, seed=vocab)
     logits[0, vocab // 2] = torch.nan

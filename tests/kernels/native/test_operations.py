@@ -136,9 +136,10 @@ def test_ties_go_to_the_lower_expert_and_a_nan_shows(ops: Operations) -> None:
     assert routed.weights[2:].isnan().all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab_size", [1, 7, 16, 33, 1024, 1025, 4097, 32_768])
-def test_argmax_takes_the_lower_of_equals_and_sees_nan(ops: Operations, vocab_size: int) -> None:
-    logits = randn(8, vocab_size)
+def test_argmax_takes_the_lower_of_equals_and_sees_nan(ops: Operations, vocab_size: int, dtype: torch.dtype) -> None:
+    logits = randn(8, vocab_size, dtype=dtype)
     logits[1] = 0.0
     logits[2] = -torch.inf
     logits[3, vocab_size // 2 :] = logits[3].max() + 1
