@@ -44,7 +44,7 @@ FLAGS = (
     "-Wno-unknown-warning-option",  # clang does not know the one before
 )
 _AVX512 = ("-march=x86-64-v4", "-mprefer-vector-width=512")
-_AVX512_BF16 = (*_AVX512, "-mavx512bf16", "-mavx512vbmi", "-mavx512vnni", "-DUSE_AVX512_BF16")
+_AVX512_BF16 = (*_AVX512, "-mprfchw", "-mavx512bf16", "-mavx512vbmi", "-mavx512vnni", "-DUSE_AVX512_BF16")
 # Variant -> flags, from the oldest instruction set to the newest. They are linked in this order: of a function of the
 # standard library that several of them hold the linker keeps the first, which so runs everywhere.
 X86_VARIANTS = {

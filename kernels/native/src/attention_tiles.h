@@ -68,7 +68,7 @@ inline void multiply(LeftTiles<ROW, WORD> a, int64_t rows, RightTiles b, int64_t
         static_assert(ROW == LANES && WORD == 1, "a unit loads rows");
         const T* left = reinterpret_cast<const T*>(a.first);
         const T* right = reinterpret_cast<const T*>(b.first);
-        const Left<T> sides{left, rows > 1 ? left + a.next * PACK<T> : nullptr, STEP<T>, TILE<T>};
+        const Left<T> sides{left, rows > 1 ? left + a.next * PACK<T> : nullptr};
         product<T>(sides, {right, columns > 1 ? right + b.next * PACK<T> : nullptr}, steps, c, ldc, add);
     } else {
         for (int64_t r = 0; r < rows * LANES; r += BLOCK_ROWS) {

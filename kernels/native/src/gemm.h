@@ -52,7 +52,13 @@ class GemmTasks {
     };
 
     static constexpr int64_t MAX_ROWS = 512;
-    static constexpr int64_t BLOCK_ELEMENTS = (1 << 20) / sizeof(In);  // of a block's rows: 1 MiB, in the second cache
+    static constexpr int64_t BLOCK_ELEMENTS = (1 << 19) / sizeof(In);  // of a block's rows: half of a second cache of 1 MiB
+#ifdef USE_AMX
+    static constexpr int64_t MIN_SHARING_BLOCKS = 4;  // with fewer the CPU fetches as fast by itself, by a prototype's figures
+#else
+    static constexpr int64_t MIN_SHARING_BLOCKS = 2;
+#endif
+    static constexpr int64_t DEPTH = 32;  // steps of the summed dimension in one pass over the rows
     static constexpr int64_t TASKS_PER_THREAD = 6;  // so that a thread that is late holds up the others by little
 
     // Calls multiply(task, strip, rows, sums) for all strips of all tasks, on all threads. rows: the task's, as `pack_rows`
@@ -121,6 +127,46 @@ class GemmTasks {
         }
     }
 
+    // sums [rows, 32] = a task's rows times a strip, in passes over the rows. done(r): the rows before r are summed, one
+    // product ago, so that the tiles' stores are through.
+    template <class Done>
+    void multiply(const Task& task, int64_t strip, const In* rows, float* sums, Done done) const {
+        const int64_t steps = depth_ / STEP<In>, height = round_up(task.rows, 16), tile_row = 16 * depth_;
+        const In* weight = (const In*)g_.b + task.run * g_.b_stride;
+        const In* first = weight + (g_.gated ? strip : 2 * strip) * tile_row;
+        const In* second = g_.gated ? weight + (columns_ / 16 + strip) * tile_row : first + tile_row;
+        for (int64_t s = 0; s < steps; s += DEPTH) {
+            const int64_t pass = std::min(DEPTH, steps - s);
+            const bool is_last = s + pass == steps;
+            Right<In> b{first + s * TILE<In>, second + s * TILE<In>};
+            b.jump = g_.gated || !is_last ? 0 : tile_row;  // over the other 16 columns of the strip
+            fetch_next(task, strip, s, pass, b);
+            for (int64_t r = 0; r < height;) {
+                const int64_t n = std::min<int64_t>(32, height - r);
+                const In* a = rows + r * depth_ + s * TILE<In>;
+                product<In>({a, n < 32 ? nullptr : a + tile_row}, b, pass, sums + r * 32, 32, s > 0, task.rows - r);
+                if (is_last && r > 0) done(r);
+                r += n;
+            }
+        }
+        done(task.rows);
+    }
+
+    // Has a pass over the rows fetch what the next one multiplies by, of this strip or the next. With one block of rows,
+    // where nothing but reading the weight counts, a strip is fetched as it is read; the CPU does so for units for tiles.
+    void fetch_next(const Task& task, int64_t strip, int64_t s, int64_t pass, Right<In>& b) const {
+        const int64_t steps = depth_ / STEP<In>, blocks = sharing_blocks<In>(task.rows);
+        const bool is_last = s + pass == steps;
+        if (blocks < MIN_SHARING_BLOCKS || (is_last && strip + 1 == task.strip + task.strips)) return;
+        const int64_t back = s * TILE<In>, other = g_.gated ? 0 : 16 * depth_;
+        const int64_t on = is_last ? 16 * depth_ + other - back : pass * TILE<In>;
+        b.next_first = b.first + on;
+        b.next_second = b.second + on;
+        b.lines = 16 * std::min(DEPTH, is_last ? steps : steps - s - pass);
+        b.cold = strip == task.strip && s == 0;
+        b.share = std::clamp<int64_t>((b.lines + pass * (blocks - b.cold) - 1) / (pass * (blocks - b.cold)), 1, 16);
+    }
+
     // Writes rows from .. to - 1 of a task: sums [rows, 32], rounded where kernels.cpu rounds.
     void finish(const Task& task, int64_t from, int64_t to, int64_t strip, const float* sums) const {
         const int64_t width = g_.gated ? 16 : 32, column = strip * width;
@@ -129,6 +175,7 @@ class GemmTasks {
             T* out = (T*)g_.c + (g_.scatter ? g_.scatter[row] : row) * g_.ldc + column;
             const f32x16 left = load(sums + r * 32), right = load(sums + r * 32 + 16);
             const int64_t n = columns_ - column;
+            __builtin_prefetch(out + width, 1);  // the next strip's line of the row, to be written: rows lie pages apart
             if (g_.gated) {
                 store(out, rounded(silu(rounded(left, out), out), out) * rounded(right, out), std::min<int64_t>(n, 16));
             } else {
@@ -151,42 +198,12 @@ class Gemm : GemmTasks<bf16> {
     void run() const {
         GemmTasks::run([&](const Task& task, bf16* rows) { pack_rows(task, rows); },
                        [&](const Task& task, int64_t strip, const bf16* rows, float* sums) {
-                           multiply(task, strip, rows, sums);
+                           int64_t written = 0;
+                           multiply(task, strip, rows, sums, [&](int64_t r) {
+                               finish(task, written, r, strip, sums);
+                               written = r;
+                           });
                        });
-    }
-
-  private:
-    static constexpr int64_t DEPTH = 32;  // steps of the summed dimension in one pass over the rows
-
-    void multiply(const Task& task, int64_t strip, const bf16* rows, float* sums) const {
-        const int64_t steps = depth_ / STEP<bf16>, height = round_up(task.rows, 16), tile_row = 16 * depth_;
-        const bf16* weight = (const bf16*)g_.b + task.run * g_.b_stride;
-        const bf16* first = weight + (g_.gated ? strip : 2 * strip) * tile_row;
-        const bf16* second = g_.gated ? weight + (columns_ / 16 + strip) * tile_row : first + tile_row;
-        // The next strip is fetched in the course of this one; with few rows the hardware is as fast by itself.
-        const bool fetches = !g_.gated && height >= 128 && strip + 1 < task.strip + task.strips;
-        const int64_t lines = fetches ? 1024 / height : 0;
-        const char* ahead = (const char*)(first + 2 * tile_row);
-        int64_t unfinished = 0;  // rows before these are written: one product later, when the tiles' stores are through
-        for (int64_t s = 0; s < steps; s += DEPTH) {
-            const int64_t pass = std::min(DEPTH, steps - s);
-            for (int64_t r = 0; r < height;) {
-                const int64_t n = std::min<int64_t>(32, height - r);
-                const bf16* a = rows + r * depth_ + s * TILE<bf16>;
-                Right<bf16> b{first + s * TILE<bf16>, second + s * TILE<bf16>};
-                b.ahead = ahead + (s * (height / 32) + r / 32 * pass) * lines * 64;
-                b.lines = lines;
-                b.jump = g_.gated || s + DEPTH < steps ? 0 : tile_row;  // over the other 16 columns of the strip
-                product<bf16>({a, n < 32 ? nullptr : a + tile_row, STEP<bf16>, TILE<bf16>}, b, pass, sums + r * 32, 32,
-                              s > 0, task.rows - r);
-                if (s + DEPTH >= steps && r > unfinished) {
-                    finish(task, unfinished, r, strip, sums);
-                    unfinished = r;
-                }
-                r += n;
-            }
-        }
-        finish(task, unfinished, task.rows, strip, sums);
     }
 };
 

@@ -239,7 +239,7 @@ class QuantisedGemm : GemmTasks<T> {
             for (int64_t r = 0; r < task.rows; r += 32) {
                 const T* a = rows + r * depth_ + from / STEP<T> * TILE<T>;
                 const T* second = round_up(task.rows, 16) - r < 32 ? nullptr : a + tile_row;
-                product<T>({a, second, STEP<T>, TILE<T>}, {tiles[0], tiles[1]}, (end - from) / STEP<T>, sums + r * 32, 32,
+                product<T>({a, second}, {tiles[0], tiles[1]}, (end - from) / STEP<T>, sums + r * 32, 32,
                            from > 0, task.rows - r);
             }
         }
@@ -281,15 +281,13 @@ class IntegerGemm : GemmTasks<T, uint8_t> {
                 }
             },
             [&](const Task& task, int64_t strip, const uint8_t* rows, float* sums) {
-                multiply(task, strip, rows, sums);
+                Base::multiply(task, strip, rows, sums, [](int64_t) {});
                 scale(task, strip, scales, sums);
                 Base::finish(task, 0, task.rows, strip, sums);
             });
     }
 
   private:
-    static constexpr int64_t DEPTH = 32;  // steps of the summed dimension in one pass over the rows
-
     // Writes a row's integers, each more by 128, and returns their scale: the largest magnitude becomes 127, as
     // `kernels.cpu.int8.quantise_rows` does it, half to even. NaN where a value is not finite.
     float round_row(const T* row, uint8_t* to) const {
@@ -308,23 +306,6 @@ class IntegerGemm : GemmTasks<T, uint8_t> {
             for (int64_t j = 0; j < n; j++) to[i + j] = uint8_t(bits[j]);
         });
         return most * (1 / 127.f) + sum(not_finite);
-    }
-
-    void multiply(const Task& task, int64_t strip, const uint8_t* rows, float* sums) const {
-        const int64_t steps = depth_ / STEP<uint8_t>, height = round_up(task.rows, 16), tile_row = 16 * depth_;
-        const uint8_t* weight = (const uint8_t*)g_.b + task.run * g_.b_stride;
-        const uint8_t* first = weight + (g_.gated ? strip : 2 * strip) * tile_row;
-        const uint8_t* second = g_.gated ? weight + (columns_ / 16 + strip) * tile_row : first + tile_row;
-        for (int64_t s = 0; s < steps; s += DEPTH) {
-            const int64_t pass = std::min(DEPTH, steps - s);
-            for (int64_t r = 0; r < height; r += 32) {
-                const uint8_t* a = rows + r * depth_ + s * TILE<uint8_t>;
-                Right<uint8_t> b{first + s * TILE<uint8_t>, second + s * TILE<uint8_t>};
-                b.jump = g_.gated || s + DEPTH < steps ? 0 : tile_row;
-                product<uint8_t>({a, height - r < 32 ? nullptr : a + tile_row, STEP<uint8_t>, TILE<uint8_t>}, b, pass,
-                                 sums + r * 32, 32, s > 0, task.rows - r);
-            }
-        }
     }
 
     // int32 sums -> float32, in their place.

@@ -19,24 +19,36 @@ constexpr int64_t STEP = LANES * PACK<T>;  // elements of the summed dimension i
 template <class T>
 constexpr int64_t TILE = LANES * STEP<T>;  // elements of a tile
 
-// 16 or 32 rows, `stride` elements apart; the next tile in the summed dimension is `step` elements on.
+// 16 or 32 rows: tiles of the summed dimension one behind the other.
 template <class T>
 struct Left {
     const T* first;
     const T* second;  // the lower 16 rows; null: there are none
-    int64_t stride;
-    int64_t step;
 };
 
-// 16 or 32 columns: tiles of the summed dimension one behind the other. Of what the caller will need next, `lines` lines of
-// the cache are fetched from `ahead` on at each step.
+template <class T>
+constexpr int64_t LINE = 64 / sizeof(T);  // elements of a line of the cache: one of the 16 rows of a right tile
+
+// 16 or 32 columns: tiles of the summed dimension one behind the other. What the caller multiplies by next is fetched on
+// the way, by all blocks of rows, `share` lines of either tile of columns at each step: a block of 8 rows multiplies by 64
+// KiB of a weight in 1 us (EPYC Zen 5), in which memory brings half as much.
 template <class T>
 struct Right {
     const T* first;
     const T* second;  // the right 16 columns; null: there are none
-    const char* ahead = nullptr;
-    int64_t lines = 0;
-    int64_t jump = 0;  // elements from the end of these tiles to those that come next
+    const T* next_first = nullptr;
+    const T* next_second = nullptr;
+    int64_t share = 0;
+    int64_t lines = 0;  // of either that are still to be fetched; else vectors fetch what these columns themselves need soon
+    bool cold = false;  // nobody has fetched these columns: the first block of rows does, not what comes next
+    int64_t jump = 0;   // elements from the end of these tiles to those that come next
+
+    bool shares() const { return lines > 0 && !cold; }
+
+    // To what the next block of rows fetches, after one that fetched its share at `steps` steps.
+    void advance(int64_t steps) {
+        next_first += steps * share * LINE<T>, next_second += steps * share * LINE<T>, lines -= steps * share;
+    }
 };
 
 #ifdef USE_AMX
@@ -127,6 +139,7 @@ struct Tiles {  // one in each thread that multiplies, for as long as it does
 template <class T, int ROW_TILES, int COLUMN_TILES>
 inline void multiply_tiles(Left<T> a, Right<T> b, int64_t steps, float* c, int64_t ldc, bool add) {
     constexpr bool LOWER = ROW_TILES > 1, RIGHT = COLUMN_TILES > 1;
+    const int64_t share = b.shares() ? b.share : 0;
     float* lower = c + 16 * ldc;
     if (add) {
         TILE_LOAD(0, c, ldc * 4);
@@ -140,16 +153,19 @@ inline void multiply_tiles(Left<T> a, Right<T> b, int64_t steps, float* c, int64
         if constexpr (LOWER && RIGHT) TILE_ZERO(3);
     }
     for (int64_t s = 0; s < steps; s++) {
-        for (int64_t line = 0; line < b.lines; line++) __builtin_prefetch(b.ahead + (s * b.lines + line) * 64, 0, 2);
+        for (int64_t line = s * share; line < (s + 1) * share; line++) {
+            __builtin_prefetch(b.next_first + line * LINE<T>, 0, 2);
+            __builtin_prefetch(b.next_second + line * LINE<T>, 0, 2);
+        }
         TILE_LOAD(6, b.first + s * TILE<T>, 64);
-        TILE_LOAD(4, a.first + s * a.step, a.stride * sizeof(T));
+        TILE_LOAD(4, a.first + s * TILE<T>, 64);
         TILE_DOT(0, 4, 6);
         if constexpr (RIGHT) {
             TILE_LOAD(7, b.second + s * TILE<T>, 64);
             TILE_DOT(1, 4, 7);
         }
         if constexpr (LOWER) {
-            TILE_LOAD(5, a.second + s * a.step, a.stride * sizeof(T));
+            TILE_LOAD(5, a.second + s * TILE<T>, 64);
             TILE_DOT(2, 5, 6);
         }
         if constexpr (LOWER && RIGHT) TILE_DOT(3, 5, 7);
@@ -177,6 +193,7 @@ constexpr int BLOCK_ROWS = 8, BLOCK_COLUMNS = 2;
 #else
 constexpr int BLOCK_ROWS = 4, BLOCK_COLUMNS = 1;
 #endif
+constexpr int MIN_SHARING_ROWS = 5;  // a block of fewer rows waits for its own columns
 
 // int32 sums += four uint8 of `left` times four int8 of each word of `right`.
 inline u32x16 dot_integers(u32x16 sums, uint32_t left, u32x16 right) {
@@ -222,11 +239,9 @@ inline f32x16 dot(f32x16 sum, uint32_t left, u32x16 right) {
     }
 }
 
-// ROWS rows times 16 or 32 columns. Where STRIDE is not 0 it is the left side's, known to the compiler: with 16 different
-// addresses in registers the products wait for spills.
-template <class T, int ROWS, int COLUMNS, int64_t STRIDE>
-inline void vector_block(Left<T> a, Right<T> b, int64_t steps, float* c, int64_t ldc, bool add) {
-    const int64_t stride = STRIDE ? STRIDE : a.stride;
+// ROWS rows times 16 or 32 columns. SHARES: see Right.
+template <class T, int ROWS, int COLUMNS, bool SHARES>
+inline void vector_block(Left<T> a, const Right<T>& b, int64_t steps, float* c, int64_t ldc, bool add) {
     // Few rows wait for the weight, which the CPU by itself fetches no further than to the end of a page. More rows take
     // longer with each line of it. Two to four take lines so fast that a CPU whose queue of fetches is full drops some: those
     // are asked for twice.
@@ -239,20 +254,26 @@ inline void vector_block(Left<T> a, Right<T> b, int64_t steps, float* c, int64_t
         for (int j = 0; j < COLUMNS; j++) sums[r][j] = add ? load(c + r * ldc + j * 16) : f32x16{};
     }
     for (int64_t s = 0; s < steps; s++) {
-        const T* left = a.first + s * a.step;
+        const T* left = a.first + s * TILE<T>;
         const auto ahead = [&](int64_t by) { return by + (s * TILE<T> + by < steps * TILE<T> ? 0 : b.jump); };
         const int64_t near = ahead(NEAR), far = ahead(FAR);
         for (int64_t k = 0; k < 16; k++) {
-            const int64_t at = s * TILE<T> + k * LANES * PACK<T>;
-            __builtin_prefetch(b.first + at + near, 0, 2);
-            if constexpr (COLUMNS > 1) __builtin_prefetch(b.second + at + near, 0, 2);
-            if constexpr (TWICE) __builtin_prefetch(b.first + at + far, 0, 2);
-            if constexpr (TWICE && COLUMNS > 1) __builtin_prefetch(b.second + at + far, 0, 2);
+            const int64_t at = s * TILE<T> + k * LINE<T>;
+            if constexpr (SHARES) {
+                const int64_t line = (s * b.share + (k * b.share >> 4)) * LINE<T>;
+                __builtin_prefetch(b.next_first + line, 0, 2);
+                if constexpr (COLUMNS > 1) __builtin_prefetch(b.next_second + line, 0, 2);
+            } else {
+                __builtin_prefetch(b.first + at + near, 0, 2);
+                if constexpr (COLUMNS > 1) __builtin_prefetch(b.second + at + near, 0, 2);
+                if constexpr (TWICE) __builtin_prefetch(b.first + at + far, 0, 2);
+                if constexpr (TWICE && COLUMNS > 1) __builtin_prefetch(b.second + at + far, 0, 2);
+            }
             const u32x16 words[2] = {read<u32x16>(b.first + at),
                                      COLUMNS > 1 ? read<u32x16>(b.second + at) : u32x16{}};
 #pragma GCC unroll 8
             for (int r = 0; r < ROWS; r++) {
-                const uint32_t word = read<uint32_t>(left + r * stride + k * PACK<T>);
+                const uint32_t word = read<uint32_t>(left + r * STEP<T> + k * PACK<T>);
 #pragma GCC unroll 2
                 for (int j = 0; j < COLUMNS; j++) sums[r][j] = dot<T>(sums[r][j], word, words[j]);
             }
@@ -267,15 +288,17 @@ inline void vector_block(Left<T> a, Right<T> b, int64_t steps, float* c, int64_t
 
 // `rows` rows, at most 16 (of the left side there are 16), in blocks; a row too many costs less than the weight once more.
 template <class T, int COLUMNS>
-inline void vector_rows(Left<T> a, Right<T> b, int64_t steps, float* c, int64_t ldc, bool add, int64_t rows) {
+inline void vector_rows(Left<T> a, Right<T>& b, int64_t steps, float* c, int64_t ldc, bool add, int64_t rows) {
     const auto block = [&](auto size) {
         constexpr int ROWS = decltype(size)::value;
-        if (a.stride == STEP<T>) {
-            vector_block<T, ROWS, COLUMNS, STEP<T>>(a, b, steps, c, ldc, add);
+        if (ROWS >= MIN_SHARING_ROWS && b.shares()) {
+            vector_block<T, ROWS, COLUMNS, true>(a, b, steps, c, ldc, add);
+            b.advance(steps);
         } else {
-            vector_block<T, ROWS, COLUMNS, 0>(a, b, steps, c, ldc, add);
+            vector_block<T, ROWS, COLUMNS, false>(a, b, steps, c, ldc, add);
+            b.cold = false;
         }
-        rows -= ROWS, a.first += ROWS * a.stride, c += ROWS * ldc;
+        rows -= ROWS, a.first += ROWS * STEP<T>, c += ROWS * ldc;
     };
     while (rows >= BLOCK_ROWS - 1) block(std::integral_constant<int, BLOCK_ROWS>());
     if constexpr (BLOCK_ROWS > 4) {
@@ -286,24 +309,44 @@ inline void vector_rows(Left<T> a, Right<T> b, int64_t steps, float* c, int64_t 
     else if (rows > 0) block(std::integral_constant<int, 1>());
 }
 
+// Of so many rows the blocks that can share in fetching what comes next.
+template <class T>
+inline int64_t sharing_blocks(int64_t rows) {
+#ifdef USE_AMX
+    if constexpr (sizeof(T) <= 2) return (rows + 31) / 32;
+#endif
+    return rows / BLOCK_ROWS + (rows % BLOCK_ROWS >= MIN_SHARING_ROWS);
+}
+
 // c [rows, 16 or 32] = a b, or c += a b; c's rows are ldc apart. rows: those of a that count, at most 32 or, without a
 // second tile, 16; others of c are computed or left alone.
 template <class T>
-inline void product(Left<T> a, Right<T> b, int64_t steps, float* c, int64_t ldc, bool add, int64_t rows = 32) {
+inline void product(Left<T> a, Right<T>& b, int64_t steps, float* c, int64_t ldc, bool add, int64_t rows = 32) {
 #ifdef USE_AMX
-    if constexpr (sizeof(T) <= 2) return tile_product(a, b, steps, c, ldc, add);
+    if constexpr (sizeof(T) <= 2) {
+        tile_product(a, b, steps, c, ldc, add);
+        if (b.shares()) b.advance(steps);
+        b.cold = false;
+        return;
+    }
 #endif
     for (int i = 0; i < (a.second ? 2 : 1); i++) {
-        const Left<T> half{i ? a.second : a.first, nullptr, a.stride, a.step};
+        const Left<T> half{i ? a.second : a.first, nullptr};
         const int64_t n = std::min<int64_t>(rows - 16 * i, 16);
         float* to = c + i * 16 * ldc;
         if (b.second && BLOCK_COLUMNS > 1) {
             vector_rows<T, BLOCK_COLUMNS>(half, b, steps, to, ldc, add, n);
         } else {
+            Right<T> second{b.second, nullptr};
             vector_rows<T, 1>(half, b, steps, to, ldc, add, n);
-            if (b.second) vector_rows<T, 1>(half, {b.second, nullptr}, steps, to + 16, ldc, add, n);
+            if (b.second) vector_rows<T, 1>(half, second, steps, to + 16, ldc, add, n);
         }
     }
+}
+
+template <class T>
+inline void product(Left<T> a, Right<T>&& b, int64_t steps, float* c, int64_t ldc, bool add, int64_t rows = 32) {
+    product<T>(a, b, steps, c, ldc, add, rows);
 }
 
 }  // namespace VARIANT
