@@ -179,6 +179,9 @@ class RouteArgs(Structure):
         ("weights", c_void_p),
         ("ids", c_void_p),
         ("is_float", c_int64),
+        ("pairs", c_void_p),
+        ("offsets", c_void_p),
+        ("places", c_void_p),
     )
 
 

@@ -180,7 +180,10 @@ class NativeOperations:
         """See `Operations.route_topk`."""
         if router_logits.dtype not in DTYPES:
             return cpu.route_topk(router_logits, top_k, renormalise=renormalise)
-        rows = _rows(router_logits)
+        return self._route(_rows(router_logits), top_k, None, renormalise=renormalise)
+
+    def _route(self, rows: Tensor, top_k: int, layout: ExpertLayout | None, *, renormalise: bool) -> RoutedExperts:
+        """layout: is filled."""
         weights = torch.empty(rows.shape[0], top_k)
         expert_ids = torch.empty(rows.shape[0], top_k, dtype=torch.int64)
         args = RouteArgs(
@@ -194,6 +197,9 @@ class NativeOperations:
             ids=expert_ids.data_ptr(),
             is_float=rows.dtype is torch.float32,
         )
+        if layout is not None:
+            args.pairs, args.offsets = layout.pair_ids.data_ptr(), layout.expert_offsets.data_ptr()
+            args.places = pointer(layout.places)
         self._kernels.route(byref(args))
         return RoutedExperts(weights, expert_ids)
 
@@ -214,8 +220,10 @@ class NativeOperations:
         if rows.dtype is not torch.bfloat16:
             return cpu.combine_experts(rows, layout, weights)
         rows = _rows(rows)
-        places = torch.empty_like(layout.pair_ids)
-        places.scatter_(0, layout.pair_ids, torch.arange(places.shape[0]))
+        places = layout.places
+        if places is None:
+            places = torch.empty_like(layout.pair_ids, dtype=torch.int32)
+            places[layout.pair_ids] = torch.arange(places.shape[0], dtype=torch.int32)
         weights = weights.contiguous()
         out = rows.new_empty(weights.shape[0], rows.shape[1])
         args = CombineArgs(
@@ -261,8 +269,13 @@ class NativeOperations:
 
     def route_and_sort(self, router_logits: Tensor, top_k: int, *, renormalise: bool) -> tuple[Tensor, ExpertLayout]:
         """See `Operations.route_and_sort`."""
-        routed = self.route_topk(router_logits, top_k, renormalise=renormalise)
-        return routed.weights, self.sort_tokens_by_expert(routed.expert_ids, router_logits.shape[1])
+        if router_logits.dtype not in DTYPES:
+            return cpu.route_and_sort(router_logits, top_k, renormalise=renormalise)
+        rows = _rows(router_logits)
+        offsets = torch.empty(rows.shape[1] + 1, dtype=torch.int64)
+        pairs = torch.empty(rows.shape[0] * top_k, dtype=torch.int64)
+        layout = ExpertLayout(pairs, offsets, top_k, torch.empty_like(pairs, dtype=torch.int32))
+        return self._route(rows, top_k, layout, renormalise=renormalise).weights, layout
 
     def grouped_gemm(
         self, x: Tensor, weight: PackedWeight, layout: ExpertLayout, *, gather: bool, gated: bool = False
@@ -354,7 +367,7 @@ class Bfloat16Operations(Avx512Operations):
         """See `Operations.linear`. The gate is applied within the product."""
         if not isinstance(weight, NativePacked):
             return super().linear(x, weight, gated=gated)
-        return self._gated_gemm(x, weight, x.shape[0], gated=gated)
+        return self._gemm(x, weight, x.shape[0], gated=gated)
 
     def grouped_gemm(
         self, x: Tensor, weight: PackedWeight, layout: ExpertLayout, *, gather: bool, gated: bool = False
@@ -366,22 +379,7 @@ class Bfloat16Operations(Avx512Operations):
         expected = num_pairs // layout.top_k if gather else num_pairs
         if x.shape[0] != expected:
             raise ValueError(f"x has {x.shape[0]} rows; accepted: {expected}, as the layout has")
-        return self._gated_gemm(x, weight, num_pairs, layout=layout, gather=gather, gated=gated)
-
-    def _gated_gemm(
-        self,
-        x: Tensor,
-        weight: NativePacked,
-        num_rows: int,
-        *,
-        layout: ExpertLayout | None = None,
-        gather: bool = False,
-        gated: bool,
-    ) -> Tensor:
-        # The gate's columns must end where a tile does, so that those of the up projection begin with one.
-        fused = gated and weight.shape[-2] % (2 * GATED_STEP) == 0
-        rows = self._gemm(_rows(x), weight, num_rows, layout=layout, gather=gather, gated=fused)
-        return self.silu_and_mul(rows) if gated and not fused else rows
+        return self._gemm(x, weight, num_pairs, layout=layout, gather=gather, gated=gated)
 
     def _gemm(
         self,
@@ -391,17 +389,21 @@ class Bfloat16Operations(Avx512Operations):
         *,
         layout: ExpertLayout | None = None,
         gather: bool = False,
-        gated: bool = False,
+        gated: bool,
     ) -> Tensor:
-        """x times a packed matrix or, with a layout, each expert's rows times the expert's matrix -> [num_rows, N]."""
-        *_, width, depth = weight.shape
-        (packed,) = weight.parts
+        """x times a packed matrix or, with a layout, each expert's rows times the expert's matrix.
+
+        [num_rows, N] or, gated, [num_rows, N / 2].
+        """
+        width, depth = weight.shape[-2:]
         if x.shape[1] != depth:
             raise ValueError(f"x has {x.shape[1]} columns; accepted: {depth}, as the weight has")
-        out = x.new_empty(num_rows, width // 2 if gated else width)
-        args = gemm_args(x, packed, weight.shape, out, layout, gather=gather)
+        # The gate's columns must end where a tile does, so that those of the up projection begin with one.
+        fused = gated and width % (2 * GATED_STEP) == 0
+        out = x.new_empty(num_rows, width // 2 if fused else width)
+        args = gemm_args(_rows(x), weight.tensor, weight.shape, out, layout, gather=gather)
         self._kernels.gemm(byref(args))
-        return out
+        return self.silu_and_mul(out) if gated and not fused else out
 
 
 class AmxOperations(Bfloat16Operations):

@@ -110,7 +110,7 @@ struct SiluArgs {  // out [rows, width] = silu(gate) * up; a row of gate_up hold
 struct CombineArgs {  // out [tokens, width] = sum over a token's choices of its row times its weight
     const void* values;
     int64_t stride;
-    const int64_t* places;  // [tokens, choices]: each pair's row of `values`; null: pair p has row p
+    const int32_t* places;  // [tokens, choices]: each pair's row of `values`; null: pair p has row p
     const float* weights;  // [tokens, choices]
     int64_t tokens;
     int64_t choices;
@@ -129,6 +129,10 @@ struct RouteArgs {
     float* weights;  // [tokens, choices]
     int64_t* ids;
     int64_t is_float;
+    // The pairs of a token and a choice in the order of their experts; null: not wanted.
+    int64_t* pairs;  // [tokens * choices]
+    int64_t* offsets;  // [experts + 1]: expert e has the pairs of places offsets[e] .. offsets[e + 1] - 1
+    int32_t* places;  // [tokens * choices]: of each pair
 };
 
 struct ArgmaxArgs {

@@ -217,6 +217,23 @@ inline bool softmax(const T* logits, int64_t experts, float* probabilities) {
     return true;
 }
 
+// Counts each expert's pairs, then hands out places in the order of the tokens.
+inline void sort_by_expert(const RouteArgs& g) {
+    static thread_local Scratch<int64_t> next_of_thread;
+    int64_t* next = next_of_thread.reserve(g.experts);
+    std::fill_n(g.offsets, g.experts + 1, 0);
+    for (int64_t pair = 0; pair < g.tokens * g.choices; pair++) g.offsets[g.ids[pair] + 1]++;
+    for (int64_t e = 0; e < g.experts; e++) {
+        next[e] = g.offsets[e];
+        g.offsets[e + 1] += g.offsets[e];
+    }
+    for (int64_t pair = 0; pair < g.tokens * g.choices; pair++) {
+        const int64_t place = next[g.ids[pair]]++;
+        g.pairs[place] = pair;
+        g.places[pair] = place;
+    }
+}
+
 template <class T>
 void route(const RouteArgs& g) {
 #pragma omp parallel for if (g.tokens * g.experts >= PARALLEL_ELEMENTS / 16)
@@ -239,6 +256,7 @@ void route(const RouteArgs& g) {
         if (g.renormalise)
             for (int64_t c = 0; c < g.choices; c++) weights[c] /= chosen;
     }
+    if (g.offsets) sort_by_expert(g);  // of no pair there is no address
 }
 
 inline bool has_any(i32x16 is_so) {

@@ -123,6 +123,13 @@ def test_routing_agrees_with_the_reference(
     expected = reference.route_topk(logits, top_k, renormalise=renormalise)
     assert_close(actual.expert_ids, expected.expert_ids)
     assert_close(actual.weights, expected.weights)
+    weights, layout = ops.route_and_sort(in_poison(logits), top_k, renormalise=renormalise)
+    ordered = reference.sort_tokens_by_expert(expected.expert_ids, num_experts)
+    assert torch.equal(weights, actual.weights)
+    assert layout.pair_ids.tolist() == ordered.pair_ids.tolist()
+    assert layout.expert_offsets.tolist() == ordered.expert_offsets.tolist()
+    values = randn(num_tokens * top_k, 8, dtype=dtype)
+    assert torch.equal(ops.combine_experts(values, layout, weights), ops.combine_experts(values, ordered, weights))
 
 
 def test_ties_go_to_the_lower_expert_and_a_nan_shows(ops: Operations) -> None:
