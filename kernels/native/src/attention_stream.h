@@ -12,7 +12,7 @@ namespace VARIANT {
 
 constexpr int64_t STREAMS = 4;               // places of a row that are read by turns: a turn is a key at each
 constexpr int64_t CHUNK_KEYS = 128;          // one update of the softmax; the scores of 16 heads take 8 KiB
-constexpr int64_t AHEAD_BYTES = 4 << 10;     // at each place, fetched before they are needed
+constexpr int64_t AHEAD_BYTES = 2 << 10;     // at each place, fetched into the first cache before they are needed
 
 template <class T>
 class Stream {
@@ -27,7 +27,7 @@ class Stream {
         weights_ = reinterpret_cast<T*>(queries_ + heads * attention_.vectors * LANES);
         largest_ = reinterpret_cast<float*>(weights_ + heads * CHUNK_KEYS);
         // Sums stay in registers for a pass: the more heads share a key, the more they weigh than the order of memory.
-        pass_keys_ = attention_.group <= 2 ? STREAMS : 4 * STREAMS;
+        pass_keys_ = attention_.group <= 2 ? STREAMS : 2 * STREAMS;
         const int64_t turns = AHEAD_BYTES / (args_.kv_heads * args_.dim * sizeof(T));
         ahead_ = std::clamp(turns * STREAMS, pass_keys_, CHUNK_KEYS);
     }
@@ -171,7 +171,7 @@ class Stream {
             for (int h = 0; h < HEADS; h++) q[h] = read<u32x16>(query + (h * attention_.vectors + v) * LANES);
 #pragma GCC unroll 4
             for (int s = 0; s < STREAMS; s++) {
-                if constexpr (FETCHES) __builtin_prefetch(next[s] + v * 64, 0, 2);
+                if constexpr (FETCHES) __builtin_prefetch(next[s] + v * 64, 0, 3);
                 const u32x16 key = read_key(at[s] + v * STEP<T>);
 #pragma GCC unroll 4
                 for (int h = 0; h < HEADS; h++) sums[h][s] = multiply_add(sums[h][s], key, q[h], at[s]);
@@ -277,7 +277,7 @@ class Stream {
 #pragma GCC unroll 4
             for (int v = 0; v < VECTORS; v++) {
                 for (int i = 0; i < KEYS; i++) {
-                    __builtin_prefetch(values.tokens[k + i + ahead_] + values.from + v * STEP<T>, 0, 2);
+                    __builtin_prefetch(values.tokens[k + i + ahead_] + values.from + v * STEP<T>, 0, 3);
                 }
                 ValuePairs pairs{read_part<VECTORS>(a, v, values.words), {}};
                 if constexpr (KEYS == 2) pairs = pair_values(pairs.first, read_part<VECTORS>(b, v, values.words));
