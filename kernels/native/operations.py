@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 
 from kernels import cpu
-from kernels.cpu.gumbel import best_known, choose_tokens_by
+from kernels.cpu.gumbel import choose_tokens_by
 from kernels.native.attention import is_attended, paged_attention
 from kernels.native.library import (
     ArgmaxArgs,
@@ -245,7 +245,7 @@ class NativeOperations:
         return self._best(logits, None)[0] if logits.dtype in DTYPES else cpu.argmax(logits)
 
     def _best(self, logits: Tensor, is_known: Tensor | None) -> Tensor:
-        """See `best_known`; None: all are."""
+        """What `choose_tokens` answers where all temperatures are 0. is_known: [V]; None: all tokens are."""
         rows = _rows(logits)
         ids = torch.empty(2, rows.shape[0], dtype=torch.int64)
         args = ArgmaxArgs(
@@ -264,8 +264,9 @@ class NativeOperations:
         self, logits: Tensor, is_known: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor
     ) -> Tensor:
         """See `Operations.choose_tokens`."""
-        find_best = self._best if logits.dtype in DTYPES else best_known
-        return choose_tokens_by(find_best, logits, is_known.contiguous(), (temperatures, seeds, positions))
+        if logits.dtype not in DTYPES:
+            return cpu.choose_tokens(logits, is_known, temperatures, seeds, positions)
+        return choose_tokens_by(self._best, logits, is_known.contiguous(), (temperatures, seeds, positions))
 
     def route_and_sort(self, router_logits: Tensor, top_k: int, *, renormalise: bool) -> tuple[Tensor, ExpertLayout]:
         """See `Operations.route_and_sort`."""

@@ -39,12 +39,6 @@ struct Attention {
         return static_cast<const T*>(args.q) + query * args.q_stride + head * args.dim;
     }
 
-    // Elements from the start of a cache to a row's key, or its value, of the first KV head.
-    int64_t offset(int64_t row, int64_t key) const {
-        const int64_t block = args.tables[row * args.table_width + key / args.block_size];
-        return block * args.block_stride + key % args.block_size * args.token_stride;
-    }
-
     void write(const Unit& unit, int64_t query, int64_t head, const Sums& sums) const {
         if (unit.part < 0) return write_output(query, head, sums);
         const int64_t to = (plan.first_part[query] + unit.part) * args.heads + head;

@@ -3,8 +3,8 @@
 //
 // Scores are keys times queries, so that each of 16 lanes has its maximum and its sum in its own element of a vector.
 // A round of keys at a time: its scores, of keys read where they lie; its values copied into tiles, of any block size and
-// head_dim, with zeros where nothing is. Units for tiles need tiles of keys, too. Beside the products the thread fetches
-// what comes next, down to the queries of its next unit.
+// head_dim, with zeros where nothing is. Units for tiles need tiles of keys, too. Beside products by vectors the thread
+// fetches what comes next, down to the queries of its next unit.
 #pragma once
 #include <omp.h>
 
@@ -92,7 +92,7 @@ class TileAttention {
         lanes_ = unit.num_queries * unit.num_heads;
         tiles_ = (lanes_ + LANES - 1) / LANES;
         begin();
-        look_ahead();
+        if constexpr (!HAS_TILE_UNITS<T>) look_ahead();
         for (int64_t from = unit.begin; from < unit.end; from += ROUND_KEYS) {
             add(from, std::min(ROUND_KEYS, unit.end - from));
         }
@@ -111,9 +111,10 @@ class TileAttention {
     static constexpr int64_t PAIR = 2, PAIR_LANES = PAIR * LANES;  // tiles of lanes that are multiplied together
     static constexpr int64_t KEY_STEP = HAS_TILE_UNITS<T> ? STEP<T> : PACK<T>;     // keys that are weighted together
     static constexpr int64_t SCORE_STEP = KEY_STEP > 4 ? KEY_STEP : 4;             // whose scores are looked at together
-    static constexpr int64_t FETCHED_KEYS = 32;  // between the key that is multiplied and the one that is fetched
+    // Between the key that is multiplied, or for units copied, and the one that is fetched.
+    static constexpr int64_t FETCHED_KEYS = HAS_TILE_UNITS<T> ? 8 : 32;
     static constexpr int64_t AHEAD_KEYS = 512;   // fetched of the next unit at most: a part of the second cache
-    static constexpr int64_t AHEAD_STEP = 8;     // heads of it that are fetched with each block of sums
+    static constexpr int64_t AHEAD_STEP = 8;     // heads of it that are fetched with each block of scores or sums
     static constexpr int64_t LANE_TILES = ROUND_KEYS / PACK<T> * LANES;  // words of the weights of 16 lanes
     // Words of 16 dimensions of the values, and a line: all that is copied of a key would fall into one set of the cache.
     static constexpr int64_t VALUE_TILES = LANE_TILES + LANES;
@@ -291,7 +292,7 @@ class TileAttention {
     void fetch_outputs(int64_t lane, int64_t d) const {
         for (int64_t r = lane; r < lane + BLOCK_ROWS; r++) {
             const T* out = static_cast<const T*>(args_.out) + (places_[r].query * args_.heads + places_[r].head) * args_.dim;
-            __builtin_prefetch(out + d, 1);
+            for (int64_t line = d; line < d + 2 * LANES; line += LINE<T>) __builtin_prefetch(out + line, 1);
         }
     }
 
@@ -307,6 +308,7 @@ class TileAttention {
     void copy_values(int64_t count) {
         for (int64_t k = 0; k < (count + KEY_STEP - 1) / KEY_STEP * KEY_STEP; k += PACK<T>) {
             const T *a = value(k), *b = value(k + PACK<T> - 1);
+            if constexpr (HAS_TILE_UNITS<T>) fetch(value(k + FETCHED_KEYS)), fetch(value(k + 1 + FETCHED_KEYS));
             uint32_t* to = values_ + k / PACK<T> * LANES;
             for (int64_t v = 0; v < attention_.vectors; v++, to += PACK<T> * VALUE_TILES) {
                 const u32x16 first = k < count ? attention_.read_vector(a, v) : u32x16{};
@@ -343,7 +345,8 @@ class TileAttention {
         for (int64_t k = 0; k < end; k += PACK<T>) {
             f32x16 w[PACK<T>], sum = {};
             for (int64_t e = 0; e < PACK<T>; e++) {
-                w[e] = weight_of(load(scores + (k + e) * PAIR_LANES) * scale - base);
+                // The product is not rounded before it is subtracted, as `base` is: the difference may be above 0.
+                w[e] = weight_of(min(splat(0), load(scores + (k + e) * PAIR_LANES) * scale - base));
                 sum += w[e];
             }
             total += sum;

@@ -58,7 +58,7 @@ class GemmTasks {
 #else
     static constexpr int64_t MIN_SHARING_BLOCKS = 2;
 #endif
-    static constexpr int64_t DEPTH = 32;  // steps of the summed dimension in one pass over the rows
+    static constexpr int64_t DEPTH = 32;  // steps of the summed dimension in one pass over the rows, at most
     static constexpr int64_t TASKS_PER_THREAD = 6;  // so that a thread that is late holds up the others by little
 
     // Calls multiply(task, strip, rows, sums) for all strips of all tasks, on all threads. rows: the task's, as `pack_rows`
@@ -135,8 +135,9 @@ class GemmTasks {
         const In* weight = (const In*)g_.b + task.run * g_.b_stride;
         const In* first = weight + (g_.gated ? strip : 2 * strip) * tile_row;
         const In* second = g_.gated ? weight + (columns_ / 16 + strip) * tile_row : first + tile_row;
-        for (int64_t s = 0; s < steps; s += DEPTH) {
-            const int64_t pass = std::min(DEPTH, steps - s);
+        const int64_t passes = (steps + DEPTH - 1) / DEPTH, most = (steps + passes - 1) / passes;
+        for (int64_t s = 0; s < steps; s += most) {
+            const int64_t pass = std::min(most, steps - s);
             const bool is_last = s + pass == steps;
             Right<In> b{first + s * TILE<In>, second + s * TILE<In>};
             b.jump = g_.gated || !is_last ? 0 : tile_row;  // over the other 16 columns of the strip
@@ -162,7 +163,7 @@ class GemmTasks {
         const int64_t on = is_last ? 16 * depth_ + other - back : pass * TILE<In>;
         b.next_first = b.first + on;
         b.next_second = b.second + on;
-        b.lines = 16 * std::min(DEPTH, is_last ? steps : steps - s - pass);
+        b.lines = 16 * pass;  // the next one is as long, or by a step or two not
         b.cold = strip == task.strip && s == 0;
         b.share = std::clamp<int64_t>((b.lines + pass * (blocks - b.cold) - 1) / (pass * (blocks - b.cold)), 1, 16);
     }
@@ -175,7 +176,8 @@ class GemmTasks {
             T* out = (T*)g_.c + (g_.scatter ? g_.scatter[row] : row) * g_.ldc + column;
             const f32x16 left = load(sums + r * 32), right = load(sums + r * 32 + 16);
             const int64_t n = columns_ - column;
-            __builtin_prefetch(out + width, 1);  // the next strip's line of the row, to be written: rows lie pages apart
+            // The next strip's line of the row, to be written: rows lie pages apart.
+            if (strip + 1 < task.strip + task.strips) __builtin_prefetch(out + width, 1);
             if (g_.gated) {
                 store(out, rounded(silu(rounded(left, out), out), out) * rounded(right, out), std::min<int64_t>(n, 16));
             } else {

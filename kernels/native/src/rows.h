@@ -267,12 +267,12 @@ inline bool has_any(i32x16 is_so) {
 
 // Which of 16 bytes, of which the first n are read, are not 0.
 inline i32x16 known(const uint8_t* bytes, int64_t n) {
-    u8x16 read = {};
-    memcpy(&read, bytes, std::min(n, LANES));
+    u8x16 found = {};
+    memcpy(&found, bytes, std::min(n, LANES));
 #ifdef __AVX512F__
-    return (i32x16)_mm512_cvtepu8_epi32((__m128i)read) != 0;  // GCC 12 converts in four quarters
+    return (i32x16)_mm512_cvtepu8_epi32((__m128i)found) != 0;  // GCC 12 converts in four quarters
 #else
-    return __builtin_convertvector(read, i32x16) != 0;
+    return __builtin_convertvector(found, i32x16) != 0;
 #endif
 }
 

@@ -309,12 +309,13 @@ inline void vector_rows(Left<T> a, Right<T>& b, int64_t steps, float* c, int64_t
     else if (rows > 0) block(std::integral_constant<int, 1>());
 }
 
-// Of so many rows the blocks that can share in fetching what comes next.
+// Of so many rows the blocks that share in fetching what comes next.
 template <class T>
 inline int64_t sharing_blocks(int64_t rows) {
 #ifdef USE_AMX
     if constexpr (sizeof(T) <= 2) return (rows + 31) / 32;
 #endif
+    if constexpr (BLOCK_ROWS < MIN_SHARING_ROWS) return 0;
     return rows / BLOCK_ROWS + (rows % BLOCK_ROWS >= MIN_SHARING_ROWS);
 }
 

@@ -252,6 +252,10 @@ def test_scores_far_from_zero_neither_overflow_nor_vanish(kernels: Kernels) -> N
     case = make_paged_cache([(1, 400), (9, 300)], num_heads=2, num_kv_heads=1, head_dim=64, dtype=torch.float32)
     arguments = (case.q * 30, case.k_cache, case.v_cache, case.rows, 1.0)
     assert_close(paged_attention(kernels, *arguments), reference.paged_prefill_attention(*arguments), max_steps=4096)
+    # A scale that is no power of two: a score may differ from the largest, itself, by half a step of billions.
+    for factor in (1e9, 3e10):
+        out = paged_attention(kernels, case.q * factor, case.k_cache, case.v_cache, case.rows, 0.1375)
+        assert out.isfinite().all()
 
 
 @pytest.mark.parametrize(
