@@ -30,8 +30,8 @@ template <class T>
 constexpr int64_t LINE = 64 / sizeof(T);  // elements of a line of the cache: one of the 16 rows of a right tile
 
 // 16 or 32 columns: tiles of the summed dimension one behind the other. What the caller multiplies by next is fetched on
-// the way, by all blocks of rows, `share` lines of either tile of columns at each step: a block of 8 rows multiplies by 64
-// KiB of a weight in 1 us (EPYC Zen 5), in which memory brings half as much.
+// the way, by blocks of five rows and more, `share` lines of either tile of columns at each step: a block of 8 multiplies by
+// 64 KiB of a weight in 1 us (EPYC Zen 5), in which memory brings half as much.
 template <class T>
 struct Right {
     const T* first;
