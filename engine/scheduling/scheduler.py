@@ -21,7 +21,7 @@ class Scheduler:
     The token budget of a step goes to one token for each decoding sequence, then to the next chunk of each sequence in
     prefill, then to admissions in the order of the WaitingQueue. A decode that finds no block preempts the sequence
     last in rank (the least urgent, and of these the one admitted last), which gives back its blocks and is recomputed
-    later.
+    later. What a step runs is handed out by length, not by rank.
 
     A sequence is in exactly one place: waiting (with no blocks) or running (with blocks for all its known tokens). It
     leaves when the engine calls `finish`.
@@ -92,6 +92,8 @@ class Scheduler:
                 f"nothing can run: {len(self._running)} running, {len(self._waiting)} waiting, "
                 f"{self._blocks.num_free_blocks} of {self._blocks.num_blocks} KV blocks free"
             )
+        # Attention begins rows with one query in this order, so that the longest is not left to run on alone.
+        items.sort(key=_num_keys_of_row, reverse=True)
         return ScheduledBatch(tuple(items))
 
     def commit(self, items: Iterable[ScheduledItem]) -> None:
@@ -329,6 +331,11 @@ def _rank(state: SequenceState) -> tuple[int, int]:
     return state.rank
 
 
+def _num_keys_of_row(item: ScheduledItem) -> int:
+    """Of an item with one query; 0 of a chunk."""
+    return item.start + 1 if item.num_scheduled_tokens == 1 else 0
+
+
 class ScheduledItem(NamedTuple):
     """One sequence's share of a step: tokens `start .. start + num_scheduled_tokens` are run.
 
@@ -346,7 +353,8 @@ class ScheduledItem(NamedTuple):
 class ScheduledBatch:
     """What one step runs; without tensors."""
 
-    items: tuple[ScheduledItem, ...]  # not empty; each sequence at most once
+    # Not empty; each sequence at most once. Those with one token, the longest first (equal ones by rank), then chunks.
+    items: tuple[ScheduledItem, ...]
 
     @property
     def num_tokens(self) -> int:

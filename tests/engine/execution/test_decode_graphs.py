@@ -259,8 +259,9 @@ def _tokens(engine: Engine, requests: Sequence[Request]) -> dict[str, list[int]]
         {},
         {"engine.kv_cache.num_blocks": "12", "engine.max_model_len": "128"},
         {"engine.prefix_cache.enabled": "off", "engine.unified_prefill": "off", "engine.max_num_batched_tokens": "64"},
+        {"engine.async_scheduling": "on"},
     ],
-    ids=["together", "preempted", "apart"],
+    ids=["together", "preempted", "apart", "ahead"],
 )
 def test_the_engine_gives_the_tokens_of_eager_steps(moe_checkpoint: Path, options: dict[str, str]) -> None:
     requests = _workload(len(options))
@@ -268,6 +269,7 @@ def test_the_engine_gives_the_tokens_of_eager_steps(moe_checkpoint: Path, option
     static = load_static_engine(moe_checkpoint, backend, options)
     assert _tokens(static, requests) == _tokens(load_engine(moe_checkpoint, options), requests)
     assert {4, 8} <= set(backend.sizes)
+    assert all(list(lens) == sorted(lens, reverse=True) for lens in backend.replays)  # the longest row first
     if "engine.kv_cache.num_blocks" in options:
         assert static.stats().num_preemptions > 0
 

@@ -86,6 +86,19 @@ def test_prefill_and_decode_share_a_step() -> None:
     assert harness.step() == {"a": (7, 1), "b": (7, 2)}
 
 
+def test_decode_rows_go_longest_first_and_chunks_behind_them_by_rank() -> None:
+    harness = SchedulerHarness(tokens=64)
+    for rank, length in enumerate((3, 9, 5, 9)):
+        harness.add("abcd"[rank], length, first=100 * rank, priority=rank)
+    assert list(harness.step()) == list("abcd")
+    harness.add("e", 4, first=400, priority=4)
+    harness.add("f", 60, first=500, priority=5)
+    assert [*harness.step().items()] == [
+        *(("b", (9, 1)), ("d", (9, 1)), ("c", (5, 1)), ("a", (3, 1))),
+        *(("e", (0, 4)), ("f", (0, 56))),
+    ]
+
+
 def test_prefill_and_decode_take_turns_when_the_switch_is_off() -> None:
     harness = SchedulerHarness(tokens=8, unified=False)
     harness.add("a", 6)
