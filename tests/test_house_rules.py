@@ -22,8 +22,8 @@ DOCSTRING_ONLY = ("kernels", "engine", "engine/*", "worker", "worker/*")  # sett
 MAX_FILE_LINES = 450
 MAX_MODULES = 260  # one of which holds only names
 MAX_CODE_LINES = 50_528  # of all modules that hold more than names
-MAX_TEST_FILES = 241
-MAX_OTHER_TEST_FILES = 79
+MAX_TEST_FILES = 242
+MAX_OTHER_TEST_FILES = 80
 # Lines -> the share of modules that may be shorter: a small file is opened for next to nothing.
 MAX_SHARES = {20: 0.03, 50: 0.10}
 # Likewise a module of one short function or class.

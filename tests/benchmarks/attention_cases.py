@@ -15,6 +15,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from kernels.interface import Operations
 from kernels.operands import ProjectedHeads
+from kernels.reference.layers import as_float8
 from tests.benchmarks.kernel_inputs import (
     BLOCK_SIZE,
     EPS,
@@ -34,6 +35,8 @@ DECODE_GOAL_PERCENT = 80.0
 PREFILL_GOAL_PERCENT = 60.0
 
 SUFFIX_QUERIES = 16  # of a prompt whose prefix is cached: 64 pairs of a block of 128 with 4 heads a KV head
+
+FLOAT8_SCALE = 2.0**-6  # by which bfloat16 holds the numbers exactly
 
 ROPE_BLOCK_SIZE = 16
 MAX_POSITIONS = 40960
@@ -215,6 +218,39 @@ def _shared(ops: Operations, model: ModelShape, step: tuple[int, int, int], grou
             "2 x 2 S Hkv D bytes of keys and values (S: different ones) + 2 x 2 T Hq D of queries and results",
             lambda: attend(inputs.q, inputs.k, inputs.v, inputs.rows, inputs.scale),
             {"row by row": lambda: attend(inputs.q, inputs.k, inputs.v, plain, inputs.scale)},
+        )
+
+    return prepare
+
+
+def float8_cache_cases(ops: Operations, models: Sequence[ModelShape], sizes: Sizes) -> Iterator[Case]:
+    """Decode and a chunk over keys and values in float8, beside the same numbers in bfloat16."""
+    rows, context, chunk = sizes.few_tokens, sizes.context_tokens, sizes.chunk_tokens
+    for names, model in distinct(models, lambda m: (m.num_heads, m.num_kv_heads, m.head_dim)):
+        heads = f"{model.num_heads}/{model.num_kv_heads} x {model.head_dim}, float8"
+        for kv_len in (context, context // 4):
+            prepare = _float8_cache(ops, model, (1,) * rows, (kv_len,) * rows)
+            yield Case("paged_decode_attention", names, f"{rows} x {kv_len}, {heads}", "bandwidth", prepare)
+        prepare = _float8_cache(ops, model, (chunk,), (context,))
+        yield Case("paged_prefill_attention", names, f"last {chunk} of {context}, {heads}", "matmul", prepare)
+
+
+def _float8_cache(ops: Operations, model: ModelShape, query_lens: tuple[int, ...], kv_lens: tuple[int, ...]) -> Prepare:
+    def prepare(device: torch.device) -> Workload:
+        inputs = AttentionInputs(model, query_lens, kv_lens, device)
+        scales = torch.full((2, model.num_kv_heads), FLOAT8_SCALE, device=device)
+        keys, values = (as_float8(cache, scales[0, :, None]) for cache in (inputs.k, inputs.v))
+        for cache, rounded in ((inputs.k, keys), (inputs.v, values)):
+            cache.copy_(rounded.float() * FLOAT8_SCALE)
+        is_decode, rows = max(query_lens) == 1, inputs.rows.scaled(scales)
+        attend = ops.paged_decode_attention if is_decode else ops.paged_prefill_attention
+        kv_bytes = 2 * sum(kv_lens) * model.num_kv_heads * model.head_dim
+        pairs = sum(q * (kv - q) + q * (q + 1) // 2 for q, kv in zip(query_lens, kv_lens, strict=True))
+        return Workload(
+            kv_bytes + 4 * inputs.q.numel() if is_decode else 4 * pairs * model.num_heads * model.head_dim,
+            "bandwidth: 2 S Hkv D bytes of keys and values in float8 + 4 N Hq D; matmul: 4 P Hq D FLOP",
+            lambda: attend(inputs.q, keys, values, rows, inputs.scale),
+            {"bfloat16 cache": lambda: attend(inputs.q, inputs.k, inputs.v, inputs.rows, inputs.scale)},
         )
 
     return prepare

@@ -15,6 +15,7 @@ import torch.nn.functional as F  # noqa: N812  (the customary name)
 from kernels.interface import Operations
 from kernels.operands import ExpertOutputs
 from kernels.quantised import WeightScheme, quantise
+from kernels.reference.layers import dequantised
 from tests.benchmarks.kernel_inputs import (
     EPS,
     Bound,
@@ -37,6 +38,7 @@ CPU_SCHEMES = (
     WeightScheme(bits=8, is_float=False, group_size=None, activations="int8_token"),
     WeightScheme(bits=8, is_float=True, group_size=None),
 )
+SCHEMES = (*CPU_SCHEMES, WeightScheme(bits=8, is_float=True, group_size=None, activations="float8_token"))
 CPU_GROUPED_BOUNDS: tuple[tuple[int, Bound, float | None], ...] = (
     (8, "bandwidth", 80.0),
     (8, "matmul", None),
@@ -94,15 +96,38 @@ def cpu_product_cases(ops: Operations, models: Sequence[ModelShape]) -> Iterator
             prepare = _linear(ops, rows, k, n, by_bytes=bound == "bandwidth")
             yield Case("linear", model.name, f"{rows} rows, {k} -> {n}", bound, prepare)
         for scheme, rows in product(() if model.num_experts else CPU_SCHEMES, (1, 8, 64, 512)):
-            shape, prepare = f"{rows} rows, {hidden} -> {2 * width}, {scheme}", _rounded(ops, scheme, rows, gate_up)
+            shape = f"{rows} rows, {hidden} -> {2 * width}, {scheme}"
+            prepare = _rounded(ops, scheme, rows, gate_up, by_bytes=False)
             yield Case("linear", model.name, shape, "matmul", prepare)
 
 
-def _rounded(ops: Operations, scheme: WeightScheme, num_tokens: int, sizes: tuple[int, int]) -> Prepare:
+def quantised_cases(ops: Operations, models: Sequence[ModelShape], sizes: Sizes) -> Iterator[Case]:
+    """Products with weights rounded in every way, beside those of the same numbers in bfloat16."""
+    dense = [model for model in models if not model.num_experts]
+    tokens_of = (1, sizes.few_tokens, 4 * sizes.few_tokens, sizes.many_tokens)
+    for names, model in distinct(dense, lambda m: m.hidden_size):
+        k, n = model.hidden_size, 2 * model.intermediate_size
+        for scheme, tokens in product(SCHEMES, tokens_of):
+            by_bytes = tokens != sizes.many_tokens
+            prepare = _rounded(ops, scheme, tokens, (k, n), by_bytes=by_bytes)
+            shape = f"T {tokens}, gate_up {k} -> {n}, {scheme}"
+            yield Case("linear", names, shape, "bandwidth" if by_bytes else "matmul", prepare)
+
+
+def _rounded(
+    ops: Operations, scheme: WeightScheme, num_tokens: int, sizes: tuple[int, int], *, by_bytes: bool
+) -> Prepare:
     def prepare(device: torch.device) -> Workload:
         k, n = sizes
-        x, weight = random(num_tokens, k, device=device), ops.pack(quantise(random(n, k, device=device), scheme))
-        return Workload(2 * num_tokens * n * k, "2 T N K FLOP", lambda: ops.linear(x, weight))
+        x, rounded = random(num_tokens, k, device=device), quantise(random(n, k, device=device).div_(k**0.5), scheme)
+        weight, plain = ops.pack(rounded), ops.pack(dequantised(rounded).to(x.dtype))
+        amount = weight.nbytes + 2 * num_tokens * (k + n) if by_bytes else 2 * num_tokens * n * k
+        return Workload(
+            amount,
+            "bandwidth: bytes of the rounded weight and its scales + 2 (T K + T N); matmul: 2 T N K FLOP",
+            lambda: ops.linear(x, weight),
+            {"bfloat16": lambda: ops.linear(x, plain)},
+        )
 
     return prepare
 

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels import cpu
+from kernels import cpu, reference
 from kernels.dispatch import operation_names
 from kernels.native.operations import Bfloat16Operations
 from tests.benchmarks import machine
+from tests.benchmarks.attention_cases import float8_cache_cases
 from tests.benchmarks.kernel_inputs import MODELS, Case, ModelShape, Sizes, Workload, beside
 from tests.benchmarks.kernels import all_cases, as_table, cpu_cases, main, measure, measure_all, parse
 from tests.benchmarks.layer_cases import cpu_product_cases
@@ -88,7 +89,9 @@ def test_on_a_cpu_each_side_has_inputs_of_its_own(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", list(all_cases(cpu, TINY, SMALL)), ids=lambda c: f"{c.operation.split('+')[0]}-{c.models}-{c.shape}"
+    "case",
+    [*all_cases(cpu, TINY, SMALL), *float8_cache_cases(reference, TINY, SMALL)],
+    ids=lambda c: f"{c.operation.split('+')[0]}-{c.models}-{c.shape}",
 )
 def test_a_library_call_does_the_same_as_the_operation_it_is_compared_with(case: Case) -> None:
     torch.manual_seed(0)

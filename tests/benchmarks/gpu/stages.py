@@ -1,24 +1,26 @@
-"""Does what each of a GPU's first stages is about, and makes one small launch of each kernel for a sanitizer.
+"""Does what each of a GPU's first stages is about.
 
-`python -m tests.benchmarks.gpu.stages CASE` is such a launch. Without a GPU kernels run in Triton's interpreter where
-the stage says so, and engines on the CPU's operations: each figure names what it ran on.
+Without a GPU kernels run in Triton's interpreter where the stage says so, and engines on the CPU's operations: each
+figure names what it ran on.
 """
 
 from __future__ import annotations
 
+import math
 import platform
-import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 import triton
 
+import kernels.cpu
 import kernels.triton
 from engine.engine import Engine
 from engine.loading.derived_settings import usable_cores
@@ -29,10 +31,13 @@ from kernels.dispatch import operation_names
 from kernels.triton import launch
 from kernels.triton.compilation import compile_ahead
 from tests.benchmarks.gpu import __main__ as benchmark
-from tests.benchmarks.gpu.report import as_json, line
+from tests.benchmarks.gpu.report import GpuResult, as_json, line
+from tests.benchmarks.gpu.sanitizers import launch_ahead, sanitizers
 from tests.benchmarks.gpu.sweeps import NO_GPU, Figures, Place, blas, decode_attention, moe_tiles
-from tests.benchmarks.gpu.workload import Deadline
-from tests.benchmarks.kernels import check_operation
+from tests.benchmarks.gpu.transformers_peer import CASES, DTYPES, check_parity
+from tests.benchmarks.gpu.workload import Deadline, GpuSizes
+from tests.benchmarks.kernel_inputs import MODELS, Case, ModelShape, Sizes
+from tests.benchmarks.kernels import all_cases, check_operation, gpu_cases, measure, rate_per_s, record
 from tests.benchmarks.machine import GpuTimer, measure_machine
 from tests.benchmarks.operation_cases import operation_cases
 from tests.kernels.aot import table
@@ -43,13 +48,23 @@ from tests.support.tiny_checkpoint import make_checkpoint
 
 REPEATS = 20
 COMPILED_CAPABILITY = 90  # without a GPU
-MODEL_S = 70.0  # of the stage's process, which is ended at its own limit
+# What is captured and compiled of a tiny model: no more than its requests take.
+FEW_ROWS = {"engine.max_num_seqs": "16", "engine.max_num_batched_tokens": "512"}
+TINY_KERNELS = (
+    (ModelShape("tiny", 64, 4, 2, 32, 300, head_dim=32, num_experts=8, experts_per_token=2),),
+    Sizes(few_tokens=8, many_tokens=40, context_tokens=64, chunk_tokens=16, penalised_tokens=20),
+)
+GRAPH_DTYPES = ("float32", "bfloat16")  # a process each
 
 
-def stage_figures(name: str, device: str, out: Path, *, is_tiny: bool) -> Figures:
-    """Run a stage; one dict a figure. `ok` false: it was found wrong. `headline`: for the table."""
+def stage_figures(
+    name: str, device: str, out: Path, part: tuple[int, int] = (0, 1), left_s: float = math.inf, *, is_tiny: bool
+) -> Figures:
+    """Run one of a stage's parts, numbered from 0, of so many; one dict a figure. `ok` false: it was found wrong.
+    `headline`: for the table. left_s: seconds after which nothing more is begun.
+    """
     with nullcontext() if device == "cuda" else interpreter_beside_numpy():
-        yield from STAGES[name](Place(torch.device(device), out, is_tiny))
+        yield from STAGES[name](Place(torch.device(device), out, is_tiny, *part, Deadline(left_s)))
 
 
 def _machine(place: Place) -> Figures:
@@ -111,47 +126,61 @@ def _compile(place: Place) -> Figures:
 def _operations(place: Place) -> Figures:
     """Each result against the reference, and the same bits every time. What nobody wrote is NaN."""
     require_float32_sums()
-    if place.has_gpu:  # fresh memory is NaN, and the largest number in integers
-        torch.use_deterministic_algorithms(True, warn_only=True)
     repeats = 2 if place.is_tiny else REPEATS
     dtype = torch.bfloat16 if place.has_gpu else torch.float32  # the interpreter computes bfloat16 wrongly
-    good, cases = 0, operation_cases(dtype, is_tiny=place.is_tiny)
+    all_cases = operation_cases(dtype, is_tiny=place.is_tiny)
+    missing = {*operation_names()} - {case.operation for case in all_cases} - {"pack"}  # others begin with it
+    cases = all_cases[place.part :: place.num_parts]
+    del all_cases  # some GB
+    launch_ahead(cases, place.device)
+    if place.has_gpu:  # fresh memory is NaN, and the largest number in integers
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    wrong: list[str] = []
+    left_out: list[str] = []
     for case in cases:
+        if place.deadline.left_s <= 0:
+            left_out.append(case.name)
+            continue
         found = check_operation(case, kernels.triton, place.device, repeats)
-        good += found["ok"]
+        wrong += [] if found["ok"] else [case.name]
         yield {"figure": case.name, "ran_on": place.ran_on("Triton's interpreter"), **found}
-    missing = {*operation_names()} - {case.operation for case in cases} - {"pack"}  # others begin with it
+    good = f"{len(cases) - len(wrong) - len(left_out)} of {len(cases)} as the reference, {repeats} times the same bits"
     yield {
         "figure": "all",
         "without_a_case": sorted(missing),
-        "ok": not missing,
-        "headline": f"{good} of {len(cases)} as the reference, {repeats} times the same bits",
+        "not_reached": left_out,
+        "ok": not missing and not left_out,
+        "headline": f"{good}{''.join(f', WRONG {name}' for name in wrong)}",
     }
 
 
-def _benchmark(place: Place, *arguments: str) -> Figures:
-    """Figures of the whole engine's benchmark."""
-    tiny = ["--tiny"] if place.is_tiny else []
-    options = benchmark.parse([*arguments, "--device", place.device.type, *tiny])
-    machine = benchmark.describe_machine(place.device)
-    with tempfile.TemporaryDirectory(prefix="millrace-gpu-") as folder:
-        for result in benchmark.GpuRun(options, machine, Path(folder), Deadline(MODEL_S)).measure():
-            figure = as_json(machine, [result], {"is_measurement": False})["results"][0]
-            counts = place.has_gpu or figure["section"] == "parity" or result.figure is None
-            yield {
-                "figure": figure.pop("section"),
-                "ran_on": place.ran_on("CPU operations"),
-                **figure,
-                "ok": result.figure is not None and not result.differs,
-                "headline": " ".join(line(result).split()) if counts else NO_GPU,
-            }
+def _parity(place: Place) -> Figures:
+    """One family in one dtype."""
+    (family, shape), dtype = [(case, dtype) for case in CASES for dtype in DTYPES][place.part]
+    sizes = GpuSizes.tiny() if place.is_tiny else GpuSizes()
+    found = GpuResult("parity", family, None, check_parity(family, shape, dtype, sizes, place.device))
+    yield {**_figure(found), "ran_on": place.ran_on("CPU operations"), "ok": not found.differs}
+
+
+def _figure(result: GpuResult) -> dict[str, Any]:
+    record = as_json(None, [result], {"is_measurement": False})["results"][0]
+    return {"figure": record.pop("section"), **record, "headline": " ".join(line(result).split())}
 
 
 def _model(name: str, *sections: str) -> Callable[[Place], Figures]:
+    """Figures of the whole engine's benchmark."""
+
     def run(place: Place) -> Figures:
         batches = [] if place.is_tiny else ["--batch", "256", "--batch", "64"]
         wanted = [word for section in sections for word in ("--only", section)]
-        yield from _benchmark(place, "--model", name, "--graphs", *wanted, *batches)
+        tiny = ["--tiny"] if place.is_tiny else []
+        arguments = ["--model", name, "--graphs", *wanted, *batches, "--device", place.device.type, *tiny]
+        machine = benchmark.describe_machine(place.device)
+        with tempfile.TemporaryDirectory(prefix="millrace-gpu-") as folder:
+            measured = benchmark.GpuRun(benchmark.parse(arguments), machine, Path(folder), place.deadline).measure()
+            for result in measured:
+                figure = {**_figure(result), "ran_on": place.ran_on("CPU operations"), "ok": result.figure is not None}
+                yield figure if place.has_gpu or result.figure is None else figure | {"headline": NO_GPU}
 
     return run
 
@@ -175,8 +204,11 @@ def _tokens(engine: Engine, prefix: str) -> dict[str, list[int]]:
 
 
 def _graphs(place: Place) -> Figures:
-    """The same tokens with graphs and without; and the calls in which the host waited, by PyTorch's own warnings."""
-    settings = {"engine.device": place.device.type, "engine.dtype": "bfloat16" if place.has_gpu else "float32"}
+    """The same tokens with graphs and without, in float32: in bfloat16, where splits of other lengths round to other
+    likeliest tokens, their share. And the calls in which the host waited, by PyTorch's own warnings.
+    """
+    dtype = GRAPH_DTYPES[place.part]
+    settings = {"engine.device": place.device.type, "engine.dtype": dtype, **FEW_ROWS}
     with tempfile.TemporaryDirectory(prefix="millrace-graphs-") as folder:
         path = make_checkpoint(Path(folder), "qwen3_moe", head_dim=64)
         eager = load_engine(path, {**settings, "engine.cuda_graphs.enabled": "off"})
@@ -190,16 +222,18 @@ def _graphs(place: Place) -> Figures:
         num_steps = replayed.stats().num_steps - before
         waits = sorted({str(warning.message)[:200] for warning in said if "synchroniz" in str(warning.message)})
         stats = replayed.model_interface.status().decode_graphs
-    same = found == expected
+    pairs = [pair for name in expected for pair in zip(found[name], expected[name], strict=True)]
+    share = sum(ours == theirs for ours, theirs in pairs) / len(pairs)
     yield {
         "figure": "graphs",
         "ran_on": place.ran_on("CPU operations, steps over static buffers"),
-        "ok": same and stats is not None and stats.num_replays > 0 and not waits,
-        "same_tokens": same,
+        "ok": (share == 1 or dtype != "float32") and stats is not None and stats.num_replays > 0 and not waits,
+        "dtype": dtype,
+        "same_tokens": share,
         "replays": stats.num_replays if stats else 0,
         "steps": num_steps,
         "waits": waits if place.has_gpu else NO_GPU,
-        "headline": f"{'same' if same else 'OTHER'} tokens, {stats.num_replays if stats else 0} replays",
+        "headline": f"{dtype}: {100 * share:.0f} % the same tokens, {stats.num_replays if stats else 0} replays",
     }
 
 
@@ -233,33 +267,70 @@ def _warm_up(place: Place) -> Figures:
     }
 
 
-def small_launches() -> list[str]:
-    """Names of the cases that together launch every kernel."""
-    return [case.name for case in operation_cases(torch.float16, is_tiny=True) if case.operation != "linear"]
+# What is asked first of the kernel benchmark: goals of attention and of expert layers, groups of rows that share a
+# prefix, which decide a default, what nobody has timed, and the other goals but those of rare activations.
+WANTED: tuple[Callable[[Case], bool], ...] = (
+    lambda case: case.goal_percent is not None and ("+" in case.operation or "attention" in case.operation),
+    lambda case: "shared by" in case.shape and "decode" in case.operation,
+    lambda case: "float8" in case.shape or "int" in case.shape,
+    lambda case: case.goal_percent is not None and case.operation not in ("gelu_and_mul", "clamped_swiglu"),
+    lambda case: "shared by" in case.shape,
+    lambda case: case.operation in ("store_and_decode", "grouped_gemm"),
+)
+
+
+def _kernels(place: Place) -> Figures:
+    """The kernel benchmark's cases, the most wanted first, as long as there is time."""
+    machine = benchmark.describe_machine(place.device)
+    made = gpu_cases(kernels.triton, MODELS, Sizes()) if place.has_gpu else all_cases(kernels.cpu, *TINY_KERNELS)
+    cases = sorted(made, key=_rank)
+
+    def launch_all() -> None:
+        for case in (case for case in cases if _rank(case) < len(WANTED)):
+            with suppress(Exception):  # a seam: it is raised again where the case is timed
+                work = case.prepare(place.device)
+                for run in (work.run, *work.libraries.values()):
+                    run()
+
+    if place.has_gpu:
+        compile_ahead(launch_all, usable_cores())
+    goals: list[bool] = []
+    left_out = 0
+    for case in cases:
+        if place.deadline.left_s <= 0:
+            left_out += 1
+            continue
+        found = measure(case, place.device, place.median_us)
+        torch.cuda.empty_cache()
+        percent = found.percent(rate_per_s(machine, found)) if place.has_gpu else None
+        told = {"figure": case.operation, "ran_on": place.ran_on("CPU operations"), **record(machine, found)}
+        told |= {"percent": percent}
+        if percent is not None and case.goal_percent is not None:
+            goals.append(percent >= case.goal_percent)
+            name = f"{case.operation.partition('+')[0]} {case.shape}"
+            told["headline"] = f"{name}: {percent:.1f} % of {case.bound}, goal {case.goal_percent:.0f}"
+        yield told | {"ok": not found.error}
+    said = f"{len(cases) - left_out} of {len(cases)} cases, {sum(goals)} of {len(goals)} goals met"
+    yield {"figure": "all", "left_out": left_out, "headline": said if place.has_gpu else NO_GPU}
+
+
+def _rank(case: Case) -> int:
+    return next((rank for rank, is_wanted in enumerate(WANTED) if is_wanted(case)), len(WANTED))
 
 
 STAGES: Mapping[str, Callable[[Place], Figures]] = {
     "machine": _machine,
     "compile": _compile,
     "operations": _operations,
-    "parity": lambda place: _benchmark(place, "--only", "parity"),
+    "parity": _parity,
     "graphs": _graphs,
     "warm-up": _warm_up,
+    "sanitizers": sanitizers,
     "Qwen3-0.6B": _model("Qwen3-0.6B", "decode", "nano-vllm"),
     "Qwen3-8B": _model("Qwen3-8B", "decode"),
     "Qwen3-30B-A3B": _model("Qwen3-30B-A3B", "decode"),
+    "kernels": _kernels,
     "moe-tiles": moe_tiles,
     "decode-attention": decode_attention,
     "blas": blas,
 }
-
-
-def main() -> None:
-    """Launch the case that the argument names, once, on the GPU."""
-    (case,) = [case for case in operation_cases(torch.float16, is_tiny=True) if case.name == sys.argv[1]]
-    case.run(kernels.triton, torch.device("cuda"))
-    torch.cuda.synchronize()
-
-
-if __name__ == "__main__":
-    main()
