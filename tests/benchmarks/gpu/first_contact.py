@@ -33,8 +33,9 @@ SPARE_S = 3.0  # before its process is ended, in which a stage says what it has
 TRIAL = "no GPU or tiny shapes: no figure is a measurement"
 NOT_MEASURED = "not measured"
 MAX_ERROR_CHARS = 300
-# Processes on a core, side by side. Each compiles in as many processes as it has cores, which import PyTorch first.
-CORE_SHARES = 3
+# Processes on a core, side by side. Each compiles in as many processes as it has cores, which import PyTorch first:
+# five seconds, in which a core compiles four kernels.
+CORE_SHARES = 2
 
 
 @dataclass(frozen=True)
@@ -53,12 +54,12 @@ class Stage:
 STAGES = (
     Stage("machine", 30, "versions, rate of a copy and of a product"),
     Stage("compile", 55, "every launch, in parallel; registers, spills and shared memory against the kept table"),
-    Stage("operations", 95, "every operation against the reference, padding NaN, same bits", True, 4, True),
-    Stage("parity", 95, "tiny models against transformers, float32 and bfloat16", True, 4),
-    Stage("graphs", 95, "tokens with graphs and without, waits of the host in a step", True, 2),
-    Stage("warm-up", 95, "what is compiled after the warm-up: nothing", True),
-    Stage("sanitizers", 95, "compute-sanitizer over a small launch of each kernel", True, 1, True),
-    Stage("Qwen3-0.6B", 55, "decode at 64 and 256, nano-vllm's workload"),
+    Stage("operations", 90, "every operation against the reference, padding NaN, same bits", True, 4, True),
+    Stage("parity", 90, "tiny models against transformers, float32 and bfloat16", True, 4),
+    Stage("graphs", 90, "tokens with graphs and without, waits of the host in a step", True, 2),
+    Stage("warm-up", 90, "what is compiled after the warm-up: nothing", True),
+    Stage("sanitizers", 90, "compute-sanitizer over a small launch of each kernel", True, 1, True),
+    Stage("Qwen3-0.6B", 60, "decode at 64 and 256, nano-vllm's workload"),
     Stage("Qwen3-8B", 45, "decode at 64 and 256"),
     Stage("Qwen3-30B-A3B", 60, "decode at 64 and 256"),
     Stage("kernels", 50, "operations against what the GPU can do and other libraries"),

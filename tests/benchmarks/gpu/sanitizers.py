@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from queue import SimpleQueue
@@ -31,7 +31,10 @@ from tests.support.devices import interpreter_beside_numpy
 # Errors of the CUDA API are left to PyTorch, which raises them: it also makes some on purpose. A launch that faults
 # ends alone, and the process goes on.
 TOOLS = {"memcheck": ("--report-api-errors", "no", "--destroy-on-device-error", "kernel"), "racecheck": ()}
-OPTIONS = ("--error-exitcode", "9", "--launch-timeout", "120", "--print-limit", "300")
+OPTIONS = (
+    *("--target-processes", "application-only", "--error-exitcode", "9"),
+    *("--launch-timeout", "120", "--print-limit", "300"),
+)
 INSTALLED = "/usr/local/cuda/bin"  # where it lies if PATH does not say
 PROCESSES = 2  # of a tool, side by side
 BEGINS, ENDS, RAISED, REPORTED = "case begins: ", "case ends: ", "raised: ", "========="
@@ -132,20 +135,22 @@ class ToolRun:
         # Each of torch's allocations by itself, or a launch that writes past one lands in the next unseen.
         environment = dict(os.environ, PYTORCH_NO_CUDA_MEMORY_CACHING="1", PYTHONUNBUFFERED="1")
         num_begun, case, found = 0, "", list[str]()
+        # A terminal, not a pipe: into that the tool may write late what it found in a case that has long ended.
+        screen, written = os.openpty()
         with subprocess.Popen(
             [*self._command, *names],
             cwd=ROOT,
             env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
+            stdin=subprocess.DEVNULL,
+            stdout=written,
+            stderr=written,
             start_new_session=True,  # so that the tool's process ends with it
         ) as process:
+            os.close(written)
             left_s = min(max(self._place.deadline.left_s, 0.1), threading.TIMEOUT_MAX)
             timer = threading.Timer(left_s, os.killpg, (process.pid, signal.SIGKILL))
             timer.start()
-            for line in process.stdout or ():
+            for line in _lines(screen):
                 print(f"{self._tool}: {line}", end="", file=sys.stderr, flush=True)
                 if line.startswith(BEGINS):
                     num_begun, case, found = num_begun + 1, line.removeprefix(BEGINS).strip(), []
@@ -165,6 +170,12 @@ class ToolRun:
     def _figure(self, case: str, found: list[str]) -> dict[str, Any]:
         what = {"found": found[:MAX_LINES]} if found else {}
         return {"figure": f"{self._tool}: {case}", "case": case, "ok": not found, **what}
+
+
+def _lines(screen: int) -> Iterator[str]:
+    """What is written to a terminal; closes it."""
+    with open(screen, errors="replace") as lines, suppress(OSError):  # which is how a terminal ends
+        yield from lines
 
 
 def _finding(line: str) -> str:

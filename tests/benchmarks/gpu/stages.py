@@ -32,9 +32,9 @@ from kernels.triton import launch
 from kernels.triton.compilation import compile_ahead
 from tests.benchmarks.gpu import __main__ as benchmark
 from tests.benchmarks.gpu.report import GpuResult, as_json, line
-from tests.benchmarks.gpu.sanitizers import launch_ahead, sanitizers
+from tests.benchmarks.gpu.sanitizers import launch_ahead, sanitizers, small_cases
 from tests.benchmarks.gpu.sweeps import NO_GPU, Figures, Place, blas, decode_attention, moe_tiles
-from tests.benchmarks.gpu.transformers_peer import CASES, DTYPES, check_parity
+from tests.benchmarks.gpu.transformers_peer import CASES, DTYPES, FEW_ROWS, check_parity
 from tests.benchmarks.gpu.workload import Deadline, GpuSizes
 from tests.benchmarks.kernel_inputs import MODELS, Case, ModelShape, Sizes
 from tests.benchmarks.kernels import all_cases, check_operation, gpu_cases, measure, rate_per_s, record
@@ -48,8 +48,6 @@ from tests.support.tiny_checkpoint import make_checkpoint
 
 REPEATS = 20
 COMPILED_CAPABILITY = 90  # without a GPU
-# What is captured and compiled of a tiny model: no more than its requests take.
-FEW_ROWS = {"engine.max_num_seqs": "16", "engine.max_num_batched_tokens": "512"}
 TINY_KERNELS = (
     (ModelShape("tiny", 64, 4, 2, 32, 300, head_dim=32, num_experts=8, experts_per_token=2),),
     Sizes(few_tokens=8, many_tokens=40, context_tokens=64, chunk_tokens=16, penalised_tokens=20),
@@ -103,6 +101,8 @@ def _compile(place: Place) -> Figures:
         "ok": not ahead.failures,
         "headline": said,
     }
+    if place.has_gpu:  # side by side, each would bring processes of its own for it
+        launch_ahead(small_cases(), place.device)
     with compiling_for(capability) as compiled:
         launch_all()
     document = table.DOCUMENTS.get(triton.__version__)
