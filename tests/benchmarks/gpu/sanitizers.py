@@ -135,8 +135,7 @@ class ToolRun:
         # Each of torch's allocations by itself, or a launch that writes past one lands in the next unseen.
         environment = dict(os.environ, PYTORCH_NO_CUDA_MEMORY_CACHING="1", PYTHONUNBUFFERED="1")
         num_begun, case, found = 0, "", list[str]()
-        # A terminal, not a pipe: into that the tool may write late what it found in a case that has long ended.
-        screen, written = os.openpty()
+        screen, written = _screen()
         with subprocess.Popen(
             [*self._command, *names],
             cwd=ROOT,
@@ -170,6 +169,17 @@ class ToolRun:
     def _figure(self, case: str, found: list[str]) -> dict[str, Any]:
         what = {"found": found[:MAX_LINES]} if found else {}
         return {"figure": f"{self._tool}: {case}", "case": case, "ok": not found, **what}
+
+
+def _screen() -> tuple[int, int]:
+    """To read from and to write to: a terminal, since into a pipe the tool may write late what it found in a case that
+    has long ended; a pipe where there are no terminals.
+    """
+    try:
+        return os.openpty()
+    except OSError:
+        print("no terminal: what a tool says may be told of a later case", file=sys.stderr)
+        return os.pipe()
 
 
 def _lines(screen: int) -> Iterator[str]:
