@@ -9,6 +9,7 @@ error names the kernel. What a stage leaves of its time is there for those after
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import signal
@@ -29,6 +30,7 @@ MODULE = "tests.benchmarks.gpu.first_contact"
 
 BUDGET_S = 450.0
 LEAST_S = 5.0  # a stage that would get less is not begun
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 SPARE_S = 3.0  # before its process is ended, in which a stage says what it has
 TRIAL = "no GPU or tiny shapes: no figure is a measurement"
 NOT_MEASURED = "not measured"
@@ -311,6 +313,7 @@ def _run_stage(options: argparse.Namespace) -> None:
     """What a stage's own process does: its figures go to stdout as JSON, everything else that is printed to stderr."""
     figures = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a session of its own outlives whoever is cut off
     began_s, (part, number, total) = time.monotonic(), options.job
     os.sched_setaffinity(0, share_of_cores(sorted(os.sched_getaffinity(0)), number, total))
     planted = dict(plant.partition("=")[::2] for plant in options.plant)
