@@ -210,9 +210,9 @@ class Operations(Protocol):
         """The next token of each row, of those that is_known [V] bool allows: `argmax` where the temperature is 0, else
         `gumbel_argmax` of (logits - their maximum) / temperature.
 
-        logits [N, V] float32 or model dtype, which may be overwritten; temperatures [N] float32; seeds, positions [N]
-        int64 -> [2, N] int64: a valid id for every row, and the same with -1 for a row that holds a NaN or an infinity
-        above all, known or not, or no known token above -inf.
+        logits [N, V] float32 or model dtype, which may be overwritten unless all temperatures are 0; temperatures [N]
+        float32; seeds, positions [N] int64 -> [2, N] int64: a valid id for every row, and the same with -1 for a row
+        that holds a NaN or an infinity above all, known or not, or no known token above -inf.
         """
 
 

@@ -6,7 +6,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import structlog
@@ -37,6 +37,13 @@ CHUNK_ROWS = (16, 64, 256)  # decode rows beside chunks: fewer sizes, since thei
 # Runs a step over static buffers; told the lengths of its rows, tokens in KV after the step. Where it has chunks, their
 # numbers of queries and their lengths follow.
 DecodeRun = Callable[[tuple[int, ...]], None]
+
+
+class CapturedStep(NamedTuple):
+    """A step in two parts, of which the second may be left out."""
+
+    run: DecodeRun
+    keep_logits: Callable[[], None]  # copies the logits that `run` has left in the memory of its graph
 
 
 class DecodeGraphs:
@@ -71,7 +78,8 @@ class DecodeGraphs:
         self._logits = torch.zeros((largest, vocab_size), dtype=model.dtype, device=model.device)
         self._chosen = torch.zeros((2, largest), dtype=torch.int64, device=model.device)
         self._is_known = torch.ones(vocab_size, dtype=torch.bool, device=model.device)
-        self._captured: dict[GraphKind, DecodeRun] = {}
+        self._computed = self._logits[:0]  # by the run before; a graph's, while it is captured
+        self._captured: dict[GraphKind, CapturedStep] = {}
         self._failed: list[int] = []
         self._num_replays = self._num_chunk_replays = 0
         self._num_eager_decode_steps = 0
@@ -103,10 +111,10 @@ class DecodeGraphs:
     def replay(
         self, planned: PlannedBatch, chosen: torch.Tensor | None = None, draws: Draws | None = None
     ) -> ForwardResult | None:
-        """Logits [num_rows, V] of a step, in the order of its items, and, where draws are given, the tokens that they
-        choose; None: to be run eagerly.
+        """Logits [num_rows, V] of a step, in the order of its items, or, where draws are given, the tokens that they
+        choose, and no logits; None: to be run eagerly.
 
-        Both are views of buffers that every replay writes. They are read on the same stream before the next replay;
+        Both are views of buffers that replays write. They are read on the same stream before the next replay;
         what is to last longer must be copied. chosen, draws: see `StepExecutor.execute`.
         """
         kind = self._smallest(planned)
@@ -119,10 +127,14 @@ class DecodeGraphs:
             lens = self._chunk_buffers.fill(planned, kind, others, draws)
         else:
             lens = self._buffers.fill(planned, kind.num_rows, others, draws)
-        self._captured[kind](lens)
+        step = self._captured[kind]
+        step.run(lens)
         self._num_replays += 1
         self._num_chunk_replays += kind.chunk_tokens > 0
-        return ForwardResult(self._logits[:rows], (), None if draws is None else self._chosen[:, :rows])
+        if draws is not None:
+            return ForwardResult(self._logits[:0], (), self._chosen[:, :rows])
+        step.keep_logits()
+        return ForwardResult(self._logits[:rows], ())
 
     def stats(self) -> DecodeGraphStats:
         """Counters since the model was loaded."""
@@ -148,7 +160,9 @@ class DecodeGraphs:
         if kind.chunk_tokens and self._chunk_buffers is not None:
             self._chunk_buffers.clear(kind)
         try:
-            self._captured[kind] = self._backend.capture(lambda lens: self._run(kind, lens), kind.lens)
+            run = self._backend.capture(lambda lens: self._run(kind, lens), kind.lens)
+            keep_logits = self._backend.capture_after(lambda: self._keep_logits(kind.num_choices))
+            self._captured[kind] = CapturedStep(run, keep_logits)
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise  # eager steps would run out as well, later
@@ -161,6 +175,8 @@ class DecodeGraphs:
                 row_tokens=kind.row_tokens,
                 error=f"{type(error).__name__}: {error}",
             )
+        finally:
+            self._computed = self._logits[:0]  # what it took of the graphs' memory is free for the next
 
     @torch.inference_mode()
     def _run(self, kind: GraphKind, lens: tuple[int, ...]) -> None:
@@ -170,10 +186,14 @@ class DecodeGraphs:
         else:
             batch, draws = self._buffers.batch(lens), self._buffers.draws(size)
         fill_in(batch.token_ids[: kind.num_rows], self._chosen[0])
-        logits = self._model.forward(batch, self._kv_cache).logits
-        self._logits[:size].copy_(logits)
-        chosen = self._model.ops.choose_tokens(logits, self._is_known, *draws)
+        self._computed = self._model.forward(batch, self._kv_cache).logits
+        chosen = self._model.ops.choose_tokens(self._computed, self._is_known, *draws)  # unchanged where none is drawn
         self._chosen[:, :size].copy_(chosen)
+
+    @torch.inference_mode()
+    def _keep_logits(self, size: int) -> None:
+        """To where they last until the next replay of any graph that is asked for them."""
+        self._logits[:size].copy_(self._computed)
 
 
 @contextmanager
@@ -329,6 +349,13 @@ class GraphBackend(Protocol):
         EngineFatal where the device failed, so that no other capture can succeed.
         """
 
+    def capture_after(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Capture what may follow a run of the last capture, and reads tensors that the capture left and the caller
+        has kept until now. They need not be kept any longer: until another capture is run they stay as they are.
+
+        Raises as `capture` does.
+        """
+
 
 class CudaGraphBackend:
     """Captures on a stream of its own, all graphs in one memory pool."""
@@ -339,7 +366,16 @@ class CudaGraphBackend:
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, run: DecodeRun, kv_len_bounds: tuple[int, ...]) -> DecodeRun:
-        """See `GraphBackend.capture`.
+        """See `GraphBackend.capture`."""
+        graph = self._graph(lambda: run(kv_len_bounds))
+        return lambda _: graph.replay()
+
+    def capture_after(self, run: Callable[[], None]) -> Callable[[], None]:
+        """See `GraphBackend.capture_after`."""
+        return self._graph(run).replay
+
+    def _graph(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """A graph of the run.
 
         The run before the capture compiles and loads kernels, which a capture forbids, and has cuBLAS take the stream's
         workspace: the graph points to it, and torch keeps it to the end of the process.
@@ -349,10 +385,10 @@ class CudaGraphBackend:
         try:
             self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream):
-                run(kv_len_bounds)
+                run()
             # thread_local: what other threads do with the GPU meanwhile, such as pinning memory, breaks no capture.
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                run(kv_len_bounds)
+                run()
         except BaseException:
             # Where ending the capture fails, torch leaves the stream current and the pool as one that is recorded to.
             torch.cuda.set_stream(current)
@@ -360,7 +396,7 @@ class CudaGraphBackend:
             self._require_device()
             raise
         current.wait_stream(self._stream)
-        return lambda _: graph.replay()
+        return graph
 
     def _require_device(self) -> None:
         """Raise EngineFatal if the device is at fault, which shows in every call; a refused capture leaves no fault.

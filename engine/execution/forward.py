@@ -50,7 +50,7 @@ class StepExecutor:
         self, items: Sequence[ForwardItem], chosen: torch.Tensor | None = None, draws: Draws | None = None
     ) -> ForwardResult:
         """Run the items in one forward pass. chosen [S] int64: what the step before chose, for items with a
-        `pending_token` of it. draws: of the items; where a graph replays them, it chooses their tokens, too.
+        `pending_token` of it. draws: of the items; a graph that replays them chooses their tokens and leaves no logits.
 
         A step that only decodes runs a sequence at a time where it has fewer than `engine.decode.batch_threshold`, or
         `engine.decode.batched` is off. Where decode graphs replay a step, its logits last until the next step.
@@ -105,6 +105,8 @@ class StepExecutor:
         if self._settings.trace_steps:
             self._trace(items)
         number = self.num_forward_passes
+        if self._settings.trace_tokens:
+            draws = None  # a graph that chooses tokens keeps no logits
         result = self._passes.run(
             lambda observer: self._run(planned, chosen, draws, observer),
             num_tokens=planned.num_tokens,

@@ -54,7 +54,8 @@ class ForwardBatch:
 class ForwardResult:
     """Logits and hidden states of those items that want them, each in the order of the items."""
 
-    logits: torch.Tensor  # [S, V], model dtype: of the last token of each of the S items that want logits
+    # [S, V], model dtype: of the last token of each of the S items that want logits; [0, V] where `chosen` is given
+    logits: torch.Tensor
     hidden: tuple[torch.Tensor, ...]  # one [n, H] an item that wants them, model dtype: final norm, all its n tokens
     chosen: torch.Tensor | None = None  # [2, S] where a graph has chosen tokens: see `Operations.choose_tokens`
 

@@ -41,14 +41,16 @@ def choose_tokens(
 
 
 def best_known(logits: torch.Tensor, is_known: torch.Tensor) -> torch.Tensor:
-    """What `Operations.choose_tokens` answers where all temperatures are 0. logits may be overwritten."""
+    """What `Operations.choose_tokens` answers where all temperatures are 0. logits are written and put back."""
     unknown = is_known.logical_not().nonzero().squeeze(1)
     is_sound = torch.ones(logits.shape[0], dtype=torch.bool)
+    of_unknown = logits.index_select(1, unknown)
     if unknown.shape[0]:
-        is_sound = logits.index_select(1, unknown).amax(-1) < torch.inf  # a NaN propagates, and is below nothing
+        is_sound = of_unknown.amax(-1) < torch.inf  # a NaN propagates, and is below nothing
         logits = logits.index_fill_(1, unknown, -torch.inf)
     token_ids = argmax(logits)  # a NaN counts as the largest, so one look at it says whether a row is finite
     is_sound &= logits.gather(1, token_ids.unsqueeze(1)).isfinite().squeeze(1)
+    logits.index_copy_(1, unknown, of_unknown)
     return torch.stack((token_ids, torch.where(is_sound, token_ids, -1)))
 
 

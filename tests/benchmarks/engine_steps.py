@@ -27,7 +27,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -60,6 +60,10 @@ class NullGraphs:
     def capture(self, run: DecodeRun, kv_len_bounds: tuple[int, ...]) -> DecodeRun:
         """See `GraphBackend.capture`."""
         return lambda _: None
+
+    def capture_after(self, run: Callable[[], None]) -> Callable[[], None]:
+        """See `GraphBackend.capture_after`."""
+        return lambda: None
 
 
 def null_forward(self: DecoderModel, batch: ForwardBatch, *_: object) -> ForwardResult:

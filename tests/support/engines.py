@@ -153,6 +153,7 @@ class StaticRunner:
         self.runs: list[StaticRun] = []
         self.replays: list[tuple[int, ...]] = []  # lengths of each
         self.bounds: list[int] = []  # of the lengths in each replay
+        self.num_followed = 0  # replays behind which the second part ran
 
     @property
     def sizes(self) -> list[int]:
@@ -166,6 +167,15 @@ class StaticRunner:
         run(kv_len_bounds)  # as the run before a capture: over padding alone, all of it in the null block
         self.runs.append(StaticRun(self, run, max(kv_len_bounds)))
         return self.runs[-1]
+
+    def capture_after(self, run: Callable[[], None]) -> Callable[[], None]:
+        run()
+
+        def follow() -> None:
+            self.num_followed += 1
+            run()
+
+        return follow
 
 
 def load_static_engine(

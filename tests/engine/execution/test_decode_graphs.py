@@ -405,6 +405,20 @@ def test_rows_that_ask_for_more_than_a_draw_get_it_after_a_replay(moe_checkpoint
         static = load_static_engine(moe_checkpoint, backend, options)
         assert _tokens(static, requests) == _tokens(load_engine(moe_checkpoint), requests)
         assert len(backend.sizes) >= 8  # the last steps, of one row, are chosen by the graph
+        assert 0 < backend.num_followed < len(backend.sizes)  # which keeps no logits then
+
+
+def test_a_trace_of_tokens_is_that_of_eager_steps(moe_checkpoint: Path) -> None:
+    def traced(engine: Engine) -> list[Any]:
+        with capture_logs() as logs:
+            run_all(engine, [greedy_request(str(i), [i, 1, 2], 4) for i in range(2)])
+        return [event["token_ids"] for event in logs if event["event"] == "candidates"]
+
+    backend, options = StaticRunner(), {"engine.trace_tokens": "true"}
+    static = load_static_engine(moe_checkpoint, backend, options)
+    backend.replays.clear()
+    assert traced(static) == traced(load_engine(moe_checkpoint, options))
+    assert len(backend.replays) >= 3
 
 
 @pytest.mark.gpu

@@ -127,6 +127,22 @@ def test_a_graph_is_run_and_captured_on_the_side_stream_then_replayed(cuda: Fake
     assert cuda.calls == ["main: replay"] * 2
 
 
+def test_what_follows_a_graph_is_captured_as_one_in_the_same_pool(cuda: FakeCuda) -> None:
+    backend = CudaGraphBackend(DEVICE)
+    backend.capture(lambda _: None, (64,))
+    cuda.calls.clear()
+    replay = backend.capture_after(lambda: cuda.note("copy"))
+    assert [call for call in cuda.calls if "wait" not in call] == [
+        "side: copy",
+        "side: begin graph, pool 1, thread_local",
+        "side: copy",
+        "side: end",
+    ]
+    cuda.calls.clear()
+    replay()
+    assert cuda.calls == ["main: replay"]
+
+
 def test_captures_share_a_pool_until_one_fails_and_leaves_its_pool_open(cuda: FakeCuda) -> None:
     backend = CudaGraphBackend(DEVICE)
 

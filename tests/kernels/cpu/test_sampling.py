@@ -343,7 +343,9 @@ def test_tokens_are_chosen_as_by_the_reference(variant: str | None, vocab: int) 
         for known in (is_known, torch.ones(vocab, dtype=torch.bool)):
             draws = (known, temperatures, seeds, positions)
             expected = reference.choose_tokens(logits, *draws)
-            chosen = ops.choose_tokens(logits.clone(), *draws)
+            given = logits.clone()
+            chosen = ops.choose_tokens(given, *draws)
+            assert temperatures.any() or torch.equal(given.nan_to_num(7.0), logits.nan_to_num(7.0))  # as they were
             assert chosen[1].tolist() == expected[1].tolist()
             assert ((chosen[0] >= 0) & (chosen[0] < vocab)).all()
             half = ops.choose_tokens(logits.bfloat16(), *draws)[1]
