@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kernels.triton.launch import tuned
+from kernels.triton.launch import power_of_two_from, tuned
 
 _MAX_PROJECTED_HEAD_BYTES = 256
 _MIN_DOT_SIZE = 16  # tl.dot takes no smaller dimension
@@ -28,9 +28,8 @@ _MAX_SPLIT_TOKENS = 8192
 _PROGRAMS = 4  # of a multiprocessor, that a launch is split for
 _MAX_FULL_SPLITS = 8  # of a launch that has half of those unsplit; those past a row's end start and return
 SPLIT_MULTIPLE = 64  # of every tile: only the last tile of a row is partly filled
-COMBINE_SPLITS_AT_ONCE = 16  # splits read at a time: 8 KiB at 128 dims, 16 numbers a thread
-COMBINE_NUM_WARPS = 4
 MERGE_NUM_WARPS = 4
+_MERGED_ELEMENTS_OF_A_WARP = 1024  # 32 numbers a thread; with 64 triton 3.6.0 spills 8 bytes at 8 heads a KV head
 _MERGE_ELEMENTS = 2048  # of a program: two loads of 16 bytes a thread from each input
 
 
@@ -66,6 +65,12 @@ class AttentionLaunch:
             "num_stages": self.num_stages,
         }
 
+    def merge_options(self, group_size: int, head_dim: int) -> dict[str, int]:
+        """What merging the parts of a row is compiled for: 64 numbers a thread at a time."""
+        heads = power_of_two_from(min(group_size, self.block_m))
+        elements = self.num_warps * _MERGED_ELEMENTS_OF_A_WARP
+        return {"MERGED_HEADS": heads, "PARTS_AT_ONCE": max(elements // (heads * padded_head_dim(head_dim)), 1)}
+
 
 def padded_head_dim(head_dim: int) -> int:
     """head_dim rounded up to a power of two that a matrix product takes."""
@@ -91,11 +96,13 @@ def decode_launch(
     """
     if element_bytes == 4:  # exact products without tensor cores: larger ones spill
         return AttentionLaunch(block_m=16, tile=16, num_warps=8, num_stages=1)
-    has_one_in_flight = (is_capped or is_float8) and head_dim > 128
-    if head_dim < padded_head_dim(head_dim) and capability != 90:
-        has_one_in_flight |= not is_float8
-    num_stages = 4 if has_one_in_flight else 5
-    rule = {"tile": 32, "num_warps": 4, "num_stages": num_stages}
+    if head_dim < padded_head_dim(head_dim):
+        rule = {"tile": 16, "num_warps": 2, "num_stages": 5}
+    elif is_capped or is_float8 or head_dim > 128:
+        has_one_in_flight = (is_capped or is_float8) and head_dim > 128
+        rule = {"tile": 32, "num_warps": 4, "num_stages": 4 if has_one_in_flight else 5}
+    else:
+        rule = {"tile": 16, "num_warps": 1, "num_stages": 5}
     measured = None if is_capped or is_float8 else (tuned("decode_attention") or {}).get(str(head_dim))
     return AttentionLaunch(block_m=16, **(measured or rule))
 

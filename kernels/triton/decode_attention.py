@@ -5,29 +5,28 @@ In a step that only decodes, the same kernel norms and rotates the heads and wri
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 
 from kernels.operands import AttentionRows, ProjectedHeads
 from kernels.triton.attention_launch import (
-    COMBINE_NUM_WARPS,
-    COMBINE_SPLITS_AT_ONCE,
     SPLIT_MULTIPLE,
     decode_launch,
     decode_splits,
     decodes_projected,
-    padded_head_dim,
 )
-from kernels.triton.launch import compute_capability, num_multiprocessors
+from kernels.triton.launch import compute_capability, num_multiprocessors, power_of_two_from
 from kernels.triton.partial_attention import (
     LOG2E,
-    LOG2E_CONSTANT,
     LOWEST_SCORE,
     StoredCaches,
     add_sinks,
     attend_keys,
     load_scales,
+    no_keys,
     soft_capped,
 )
 from kernels.triton.rope_kv_store import check_layout, qk_norm_rope_store_kv
@@ -101,10 +100,11 @@ def _decode(
     if num_parts > 1:
         parts = torch.empty((*q.shape[:2], num_parts, head_dim), dtype=torch.float32, device=q.device)
     lse = torch.empty((*q.shape[:2], num_parts), dtype=torch.float32, device=q.device)
+    arrivals = _arrivals(q.device, power_of_two_from(num_rows * head_blocks)) if num_parts > 1 else None
     if plan is not None:
         attend_shared_prefixes(parts, lse, q, caches, rows, plan, scale)
-    _decode_kernel[num_rows, head_blocks, splits.num_splits](
-        *(output, parts, lse, q, *caches, rows.block_tables, rows.seq_lens, own_starts, rows.sinks),
+    _decode_kernel[head_blocks, num_rows, splits.num_splits](
+        *(output, parts, lse, arrivals, q, *caches, rows.block_tables, rows.seq_lens, own_starts, rows.sinks),
         *_projection(heads),
         *(scale * LOG2E, splits.min_split_tokens, shared_split_tokens, num_heads, num_parts),
         *(*q.stride()[:2], *caches.keys.stride()[:3], rows.block_tables.stride(0)),
@@ -115,19 +115,15 @@ def _decode(
         SOFT_CAP=rows.soft_cap or 0.0,
         IS_PROJECTED=heads is not None,
         HAS_NORM=heads is not None and heads.qk_norm is not None,
+        **launch.merge_options(num_heads // num_kv_heads, head_dim),
     )
-    if num_parts > 1:
-        _combine_kernel[num_rows, num_heads](
-            *(output, parts, lse, rows.seq_lens, own_starts, rows.sinks),
-            *(splits.num_splits, splits.min_split_tokens, shared_split_tokens, num_parts),
-            HAS_PREFIX=plan is not None,
-            WINDOW=rows.window or 0,
-            HEAD_DIM=head_dim,
-            BLOCK_D=padded_head_dim(head_dim),
-            SPLITS_AT_ONCE=COMBINE_SPLITS_AT_ONCE,
-            num_warps=COMBINE_NUM_WARPS,
-        )
     return output
+
+
+@cache
+def _arrivals(device: torch.device, size: int) -> torch.Tensor:
+    """Counts of the splits of a row that are done, which each launch leaves at 0. Kept for good: graphs point to it."""
+    return torch.zeros(size, dtype=torch.int32, device=device)
 
 
 def _projection(heads: ProjectedHeads | None) -> tuple[torch.Tensor | float | None, ...]:
@@ -172,19 +168,24 @@ def _load_rotated(
 
 
 @triton.jit
-def _add_key(q, k, v, is_seen, top, mass, acc, scale_log2e, SOFT_CAP: tl.constexpr):
-    """`attend_keys` after one more key, k and v [1, BLOCK_D], if it is seen."""
+def _new_key(q, k, v, is_seen, scale_log2e, SOFT_CAP: tl.constexpr):
+    """What `attend_keys` begins with after one key, k and v [1, BLOCK_D], if it is seen."""
     scores = tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1)
     if SOFT_CAP > 0:
         scores = soft_capped(scores, scale_log2e, SOFT_CAP, q.dtype)
     else:
         scores *= scale_log2e
-    scores = tl.where(is_seen, scores, -float("inf"))
-    new_top = tl.maximum(top, scores)
-    share = tl.exp2(scores - new_top)
-    decay = tl.exp2(top - new_top)
-    acc = acc * decay[:, None] + share.to(v.dtype).to(tl.float32)[:, None] * v.to(tl.float32)
-    return new_top, mass * decay + share, acc
+    top = tl.where(is_seen, scores, LOWEST_SCORE)
+    mass = tl.where(is_seen, tl.full([q.shape[0]], 1.0, tl.float32), 0.0)
+    return top, mass, tl.broadcast_to(tl.where(is_seen, v.to(tl.float32), 0.0), [q.shape[0], q.shape[1]])
+
+
+@triton.jit
+def _divided(top, mass, acc):
+    """Log-sum-exp (base 2) and values of what `attend_keys` returns; -inf and 0 where there was no key."""
+    is_empty = mass == 0.0
+    mass = tl.where(is_empty, 1.0, mass)
+    return tl.where(is_empty, -float("inf"), top + tl.log2(mass)), acc / mass[:, None]
 
 
 @triton.jit
@@ -198,12 +199,6 @@ def _store_slot(head_ptrs, values, slot, mask, stride_cache_block, stride_cache_
 def _store_rows(ptr, places, dims, values, mask, HEAD_DIM: tl.constexpr):
     """values [BLOCK_M, BLOCK_D] float32 to rows `places` of [.., HEAD_DIM] at ptr, in its dtype."""
     tl.store(ptr + places[:, None] * HEAD_DIM + dims[None, :], values.to(ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _split_tokens(num_tokens, num_splits, min_split_tokens):
-    """Keys of one split of a row with num_tokens own keys: see `DecodeSplits`."""
-    return tl.maximum(tl.cdiv(tl.cdiv(num_tokens, num_splits), MULTIPLE) * MULTIPLE, min_split_tokens)
 
 
 @triton.jit
@@ -225,14 +220,16 @@ def _split(
     shared_split_tokens,
     HAS_PREFIX: tl.constexpr,
 ):
-    """First key of this program's split and the one past its last, and which of the row's parts it is."""
-    own_start, part = first_seen, tl.program_id(2)
+    """First key of this program's split and the one past its last, the row's splits, and its parts before these."""
+    own_start, num_shared = first_seen, 0
     if HAS_PREFIX:
         own_start = tl.load(own_starts_ptr + row)
-        part += tl.cdiv(own_start, shared_split_tokens)
-    split_tokens = _split_tokens(num_tokens - own_start, tl.num_programs(2), min_split_tokens)
-    start = own_start + tl.program_id(2) * split_tokens
-    return start, tl.minimum(start + split_tokens, num_tokens), part
+        num_shared = tl.cdiv(own_start, shared_split_tokens)
+    num_tokens -= own_start
+    split_tokens = tl.maximum(tl.cdiv(tl.cdiv(num_tokens, tl.num_programs(2)), MULTIPLE) * MULTIPLE, min_split_tokens)
+    start = tl.program_id(2) * split_tokens
+    end = own_start + tl.minimum(start + split_tokens, num_tokens)
+    return own_start + start, end, tl.maximum(tl.cdiv(num_tokens, split_tokens), 1), num_shared
 
 
 # Counts, and where a side tensor starts, vary from step to step: specialised on whether 16 divides them, a kernel would
@@ -248,6 +245,7 @@ def _decode_kernel(
     output_ptr,  # [num_rows, num_heads, HEAD_DIM], model dtype: of rows in one part
     part_ptr,  # [num_rows, num_heads, num_parts, HEAD_DIM], float32: of rows in several; not touched unless IS_PART
     lse_ptr,  # [num_rows, num_heads, num_parts], float32, base 2
+    arrivals_ptr,  # [num_rows, num_programs(0)], int32: 0 before and after; None unless IS_PART
     q_ptr,  # [num_rows, num_heads, HEAD_DIM], model dtype; if IS_PROJECTED a row's keys and values follow
     k_cache_ptr,  # [num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_DIM], model dtype (written if IS_PROJECTED) or e4m3
     v_cache_ptr,  # as k_cache
@@ -286,130 +284,116 @@ def _decode_kernel(
     SOFT_CAP: tl.constexpr,
     IS_PROJECTED: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    MERGED_HEADS: tl.constexpr,  # heads of a program, rounded up to a power of two
+    PARTS_AT_ONCE: tl.constexpr,
 ):
     """Attention of the query heads of one KV head over one split of a row's own keys.
 
-    Splits past the end of a row write nothing; the only part of a row is its output. Rows run
-    fastest, so that rows with the same blocks meet in the L2.
-    A row's own splits follow the parts of its shared prefix, which `_shared_prefix_kernel` writes.
+    Splits past the end of a row write nothing; the only part of a row is its output. Of several parts, which follow
+    those of a shared prefix that `_shared_prefix_kernel` has written, the program that comes last merges all. Heads run
+    fastest: a block's keys of all KV heads lie side by side in memory.
 
-    Grid: (num_rows, num_kv_heads * cdiv(GROUP_SIZE, BLOCK_M), num_splits).
+    Grid: (num_kv_heads * cdiv(GROUP_SIZE, BLOCK_M), num_rows, num_splits).
     """
     HEAD_BLOCKS: tl.constexpr = (GROUP_SIZE + BLOCK_M - 1) // BLOCK_M
-    row, kv_head = tl.program_id(0), tl.program_id(1) // HEAD_BLOCKS
-    num_tokens, part = tl.load(seq_lens_ptr + row), tl.program_id(2)
-    start, end, is_whole = _first_seen(num_tokens, WINDOW), num_tokens, part == 0
+    row, kv_head = tl.program_id(1), tl.program_id(0) // HEAD_BLOCKS
+    num_tokens, part = tl.load(seq_lens_ptr + row), 0
+    start, end, num_splits, num_filled = _first_seen(num_tokens, WINDOW), num_tokens, 1, 1
     if IS_PART:
-        start, end, part = _split(own_starts_ptr, row, start, end, min_split_tokens, shared_split_tokens, HAS_PREFIX)
-        if (start >= num_tokens) & (tl.program_id(2) > 0):
+        start, end, num_splits, num_shared = _split(
+            own_starts_ptr, row, start, num_tokens, min_split_tokens, shared_split_tokens, HAS_PREFIX
+        )
+        if tl.program_id(2) >= num_splits:
             return
-        is_whole = (part == 0) & (end == num_tokens)
-    group = tl.program_id(1) % HEAD_BLOCKS * BLOCK_M + tl.arange(0, BLOCK_M)
+        part, num_filled = num_shared + tl.program_id(2), num_shared + num_splits
+    group = tl.program_id(0) % HEAD_BLOCKS * BLOCK_M + tl.arange(0, BLOCK_M)
     heads, is_head = kv_head * GROUP_SIZE + group, group < GROUP_SIZE
     dims, tile = tl.arange(0, BLOCK_D), tl.arange(0, TILE)
     is_dim, row64 = dims < HEAD_DIM, row.to(tl.int64)
     is_element = is_head[:, None] & is_dim[None, :]
     q_ptrs = q_ptr + row64 * stride_q_row + heads[:, None] * stride_q_head + dims[None, :]
+    head_offset = kv_head.to(tl.int64) * stride_cache_head
+    k_head_ptr, v_head_ptr = k_cache_ptr + head_offset, v_cache_ptr + head_offset
+    block_table_ptr = block_tables_ptr + row64 * stride_block_tables_row
+    k_scale, v_scale = load_scales(kv_scales_ptr, kv_head, num_heads // GROUP_SIZE)
     if IS_PROJECTED:
         rotation_ptr = cos_sin_ptr + tl.load(positions_ptr + row) * stride_cos_sin_position
         q = _load_rotated(q_ptrs, is_element, dims, query_weight_ptr, rotation_ptr, eps, HAS_NORM, HEAD_DIM)
         is_last = (end == num_tokens) & (end > start)
         end -= is_last.to(tl.int32)  # the last key is not in the cache yet
-    else:
-        q = tl.load(q_ptrs, mask=is_element, other=0.0)
-    head_offset = kv_head.to(tl.int64) * stride_cache_head
-    k_head_ptr, v_head_ptr = k_cache_ptr + head_offset, v_cache_ptr + head_offset
-    block_table_ptr = block_tables_ptr + row64 * stride_block_tables_row
-    k_scale, v_scale = load_scales(kv_scales_ptr, kv_head, num_heads // GROUP_SIZE)
-    top, mass, acc = attend_keys(  # at most one tile is not full: the row's last
-        *(q, k_head_ptr, v_head_ptr, block_table_ptr, tile, start, end, (end - start) // TILE, None),
-        *(scale_log2e * k_scale, stride_cache_block, stride_cache_slot, HEAD_DIM, BLOCK_SIZE, 0, SOFT_CAP),
-    )
-    if IS_PROJECTED:
         k_ptrs = q_ptr + row64 * stride_q_row + (num_heads + kv_head) * HEAD_DIM + dims[None, :]
         is_new = is_last & is_dim[None, :]
         k = _load_rotated(k_ptrs, is_new, dims, key_weight_ptr, rotation_ptr, eps, HAS_NORM, HEAD_DIM)
         v = tl.load(k_ptrs + num_heads // GROUP_SIZE * HEAD_DIM, mask=is_new, other=0.0)
-        slot, is_new = tl.load(slot_mapping_ptr + row), is_new & (tl.program_id(1) % HEAD_BLOCKS == 0)
+        slot, is_new = tl.load(slot_mapping_ptr + row), is_new & (tl.program_id(0) % HEAD_BLOCKS == 0)
         _store_slot(k_head_ptr + dims[None, :], k, slot, is_new, stride_cache_block, stride_cache_slot, BLOCK_SIZE)
         _store_slot(v_head_ptr + dims[None, :], v, slot, is_new, stride_cache_block, stride_cache_slot, BLOCK_SIZE)
-        top, mass, acc = _add_key(q, k, v, is_last, top, mass, acc, scale_log2e, SOFT_CAP)
+        top, mass, acc = _new_key(q, k, v, is_last, scale_log2e, SOFT_CAP)
+    else:
+        q = tl.load(q_ptrs, mask=is_element, other=0.0)
+        top, mass, acc = no_keys(BLOCK_M, BLOCK_D)
+    top, mass, acc = attend_keys(  # at most one tile is not full: the row's last
+        *(q, k_head_ptr, v_head_ptr, block_table_ptr, tile, start, end, (end - start) // TILE, None, top, mass, acc),
+        *(scale_log2e * k_scale, stride_cache_block, stride_cache_slot, HEAD_DIM, BLOCK_SIZE, 0, SOFT_CAP),
+        IS_ALIGNED=WINDOW == 0,
+    )
     if sinks_ptr is not None:  # those of a row of several parts are added where these are merged
-        top, mass, acc = add_sinks(sinks_ptr, heads, is_head & is_whole, top, mass, acc)
-    is_empty = mass == 0.0  # no key
-    mass = tl.where(is_empty, 1.0, mass)
-    # Before `places`, or the kernel takes up to 18 registers more. For an unsplit row nobody reads it, but without the
-    # store sm_90 takes 112 registers instead of 96 with 16 heads a KV head, and spills in float32.
-    lse = tl.where(is_empty, -float("inf"), top + tl.log2(mass))
+        top, mass, acc = add_sinks(sinks_ptr, heads, is_head & (num_filled == 1), top, mass, acc)
+    lse, acc = _divided(top, mass, acc)
     places = row64 * num_heads + heads
-    tl.store(lse_ptr + places * num_parts + part, lse, mask=is_head)
-    acc = acc / mass[:, None] * v_scale
-    if is_whole:
+    if IS_PART:
+        tl.store(lse_ptr + places * num_parts + part, lse, mask=is_head)
+    acc *= v_scale
+    if num_filled == 1:
         _store_rows(output_ptr, places, dims, acc, is_element, HEAD_DIM)
     elif IS_PART:
         _store_rows(part_ptr, places * num_parts + part, dims, acc, is_element, HEAD_DIM)
+        tl.debug_barrier()  # all of this program has written before its arrival is counted, which releases and acquires
+        arrivals_ptr += row * tl.num_programs(0) + tl.program_id(0)
+        if tl.atomic_add(arrivals_ptr, 1, sem="acq_rel", scope="gpu") == num_splits - 1:
+            tl.debug_barrier()
+            tl.store(arrivals_ptr, 0)  # for the next launch
+            first_head = kv_head * GROUP_SIZE + tl.program_id(0) % HEAD_BLOCKS * BLOCK_M
+            _merge_parts(
+                *(output_ptr, part_ptr, lse_ptr, sinks_ptr, row64 * num_heads, first_head, (kv_head + 1) * GROUP_SIZE),
+                *(dims, num_filled, num_parts, MERGED_HEADS, HEAD_DIM, PARTS_AT_ONCE),
+            )
 
 
-@triton.jit(
-    do_not_specialize=["num_splits", "min_split_tokens", "shared_split_tokens", "num_parts"],
-    do_not_specialize_on_alignment=["seq_lens_ptr", "own_starts_ptr", "sinks_ptr"],
-)
-def _combine_kernel(
-    output_ptr,  # [num_rows, num_heads, HEAD_DIM], model dtype
-    part_ptr,  # [num_rows, num_heads, num_parts, HEAD_DIM], float32
-    part_lse_ptr,  # [num_rows, num_heads, num_parts], float32, base 2
-    seq_lens_ptr,  # [num_rows], int32
-    own_starts_ptr,  # [num_rows], int32: keys before are a shared prefix; None unless HAS_PREFIX
-    sinks_ptr,  # [num_heads], float32; None: there are none
-    num_splits,  # of a row's own keys, at most
-    min_split_tokens,
-    shared_split_tokens,
+@triton.jit
+def _merge_parts(
+    output_ptr,  # this and the next three as of `_decode_kernel`
+    part_ptr,
+    lse_ptr,
+    sinks_ptr,
+    row_start,  # int64: among all heads of all rows the row's first
+    first_head,  # of those that are merged
+    end_head,
+    dims,  # [BLOCK_D]
+    num_filled,  # parts of the row
     num_parts,
-    HAS_PREFIX: tl.constexpr,
-    WINDOW: tl.constexpr,
+    HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    SPLITS_AT_ONCE: tl.constexpr,
+    PARTS_AT_ONCE: tl.constexpr,
 ):
-    """The parts of one row and head merged by log-sum-exp, SPLITS_AT_ONCE at a time and in rising order.
-
-    Grid: (num_rows, num_heads).
-    """
-    row = tl.program_id(0)
-    num_tokens, num_shared = tl.load(seq_lens_ptr + row), 0
-    if HAS_PREFIX:
-        own_start = tl.load(own_starts_ptr + row)
-        num_tokens -= own_start
-        num_shared = tl.cdiv(own_start, shared_split_tokens)
-    if WINDOW > 0:
-        num_tokens = tl.minimum(num_tokens, WINDOW)
-    split_tokens = _split_tokens(num_tokens, num_splits, min_split_tokens)
-    num_filled = num_shared + tl.maximum(tl.cdiv(num_tokens, split_tokens), 1)
-    if num_filled == 1:  # the row has written its output itself
-        return
-    place = row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    dims = tl.arange(0, BLOCK_D)
-    is_dim = dims < HEAD_DIM
-    top = LOWEST_SCORE + 0.0
-    mass = 0.0
-    acc = tl.zeros([BLOCK_D], tl.float32)
-    for first in tl.range(0, num_filled, SPLITS_AT_ONCE):
-        splits = first + tl.arange(0, SPLITS_AT_ONCE)
-        is_filled = splits < num_filled
-        part_lse = tl.load(part_lse_ptr + place * num_parts + splits, mask=is_filled, other=-float("inf"))
-        offsets = (place * num_parts + splits)[:, None] * HEAD_DIM + dims[None, :]
-        part = tl.load(part_ptr + offsets, mask=is_filled[:, None] & is_dim[None, :], other=0.0)
-        new_top = tl.maximum(top, tl.max(part_lse, 0))
-        shares = tl.exp2(part_lse - new_top)
+    """Output of some heads of a row: its parts merged by log-sum-exp, PARTS_AT_ONCE at a time and in rising order."""
+    heads = first_head + tl.arange(0, HEADS)
+    is_head, is_dim = heads < end_head, dims < HEAD_DIM
+    top, mass, acc = no_keys(HEADS, dims.shape[0])
+    for first in tl.range(0, num_filled, PARTS_AT_ONCE):
+        parts = first + tl.arange(0, PARTS_AT_ONCE)
+        is_part = (parts < num_filled)[:, None] & is_head[None, :]
+        places = (row_start + heads)[None, :] * num_parts + parts[:, None]
+        lse = tl.load(lse_ptr + places, mask=is_part, other=-float("inf"))
+        is_element = is_part[:, :, None] & is_dim[None, None, :]
+        part = tl.load(part_ptr + places[:, :, None] * HEAD_DIM + dims[None, None, :], mask=is_element, other=0.0)
+        new_top = tl.maximum(top, tl.max(lse, 0))
+        shares = tl.exp2(lse - new_top[None, :])
         decay = tl.exp2(top - new_top)
         mass = mass * decay + tl.sum(shares, 0)
-        acc = acc * decay + tl.sum(part * shares[:, None], 0)
+        acc = acc * decay[:, None] + tl.sum(part * shares[:, :, None], 0)
         top = new_top
     if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + tl.program_id(1)) * LOG2E_CONSTANT
-        new_top = tl.maximum(top, sink)
-        decay = tl.exp2(top - new_top)
-        mass, acc = mass * decay + tl.exp2(sink - new_top), acc * decay
-    is_empty = mass == 0.0  # no key
-    mass = tl.where(is_empty, 1.0, mass)
-    tl.store(output_ptr + place * HEAD_DIM + dims, (acc / mass).to(output_ptr.dtype.element_ty), mask=is_dim)
+        top, mass, acc = add_sinks(sinks_ptr, heads, is_head, top, mass, acc)
+    _, acc = _divided(top, mass, acc)
+    _store_rows(output_ptr, row_start + heads, dims, acc, is_head[:, None] & is_dim[None, :], HEAD_DIM)

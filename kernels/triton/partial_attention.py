@@ -51,7 +51,8 @@ def _load_tile(
     k_head_ptr,  # k_cache of one head
     v_head_ptr,
     block_table_ptr,  # of one row, int32
-    positions,  # [TILE], int32, of the keys in the row
+    first,  # position in the row of the tile's first key
+    tile,  # 0 .. TILE - 1
     end,  # positions from here on are no keys; without meaning where IS_FULL
     stride_cache_block,
     stride_cache_slot,
@@ -60,21 +61,32 @@ def _load_tile(
     BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     IS_FULL: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
 ):
-    """Keys [BLOCK_D, TILE] and values [TILE, BLOCK_D] at the positions, in dtype; 0 from `end` and from HEAD_DIM on.
+    """Keys [BLOCK_D, TILE] and values [TILE, BLOCK_D] from `first` on, in dtype; 0 from `end` and from HEAD_DIM on.
 
-    A full tile is loaded without a mask, so that copies of 16 bytes need no predicate. Bytes are e4m3, which every
-    model dtype holds exactly.
+    A full tile is loaded without a mask, so that copies of 16 bytes need no predicate. A tile that lies in one block
+    needs one entry of the table, and its addresses are those of the tile before plus one number. Bytes are e4m3, which
+    every model dtype holds exactly.
     """
+    TILE: tl.constexpr = tile.shape[0]
     dims = tl.arange(0, BLOCK_D)
     is_dim = dims < HEAD_DIM
+    positions = first + tile
     is_key = positions < end
-    if IS_FULL:
-        blocks = tl.load(block_table_ptr + positions // BLOCK_SIZE).to(tl.int64)
+    if IS_ALIGNED and BLOCK_SIZE // TILE * TILE == BLOCK_SIZE:
+        offset = tl.load(block_table_ptr + first // BLOCK_SIZE).to(tl.int64) * stride_cache_block
+        if TILE < BLOCK_SIZE:
+            offset += first % BLOCK_SIZE * stride_cache_slot
+        k_ptrs = k_head_ptr + offset + (dims[:, None] + tile[None, :] * stride_cache_slot)
+        v_ptrs = v_head_ptr + offset + (dims[None, :] + tile[:, None] * stride_cache_slot)
     else:
-        blocks = tl.load(block_table_ptr + positions // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
-    offsets = blocks * stride_cache_block + positions % BLOCK_SIZE * stride_cache_slot
-    k_ptrs, v_ptrs = k_head_ptr + offsets[None, :] + dims[:, None], v_head_ptr + offsets[:, None] + dims[None, :]
+        if IS_FULL:
+            blocks = tl.load(block_table_ptr + positions // BLOCK_SIZE).to(tl.int64)
+        else:
+            blocks = tl.load(block_table_ptr + positions // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
+        offsets = blocks * stride_cache_block + positions % BLOCK_SIZE * stride_cache_slot
+        k_ptrs, v_ptrs = k_head_ptr + offsets[None, :] + dims[:, None], v_head_ptr + offsets[:, None] + dims[None, :]
     if not IS_FULL:
         k = tl.load(k_ptrs, mask=is_key[None, :] & is_dim[:, None], other=0)
         v = tl.load(v_ptrs, mask=is_key[:, None] & is_dim[None, :], other=0)
@@ -98,6 +110,13 @@ def load_scales(kv_scales_ptr, kv_head, num_kv_heads):
 
 
 @triton.jit
+def no_keys(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """What `attend_keys` begins with where nothing was attended before."""
+    top = tl.full([BLOCK_M], LOWEST_SCORE, tl.float32)
+    return top, tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+
+
+@triton.jit
 def attend_keys(
     q,  # [BLOCK_M, BLOCK_D], model dtype
     k_head_ptr,  # k_cache of one head
@@ -108,6 +127,9 @@ def attend_keys(
     end,
     num_full,  # tiles from start on that every query sees whole
     num_seen,  # [BLOCK_M], int32: each query sees the keys before; None: all of them
+    top,  # [BLOCK_M], float32: this and the next two are what other keys came to, or `no_keys`
+    mass,
+    acc,
     scale_log2e,  # above 0
     stride_cache_block,
     stride_cache_slot,
@@ -115,21 +137,19 @@ def attend_keys(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr = 0,  # of the keys before num_seen each query sees so many, the last; 0: all
     SOFT_CAP: tl.constexpr = 0.0,  # c: a score s becomes c * tanh(s / c); 0: it stays
+    IS_ALIGNED: tl.constexpr = False,  # start is a multiple of TILE; such a tile lies in one block
 ):
     """Attention over the keys start .. end - 1 of a row: running maximum (base 2) and sum of exponentials [BLOCK_M],
     and weighted values [BLOCK_M, BLOCK_D], not yet divided by the sum.
     """
-    BLOCK_M: tl.constexpr = q.shape[0]
     BLOCK_D: tl.constexpr = q.shape[1]
     TILE: tl.constexpr = tile.shape[0]
-    top = tl.full([BLOCK_M], LOWEST_SCORE, tl.float32)
-    mass = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for index in tl.range(0, num_full):
         k, v = _load_tile(
-            *(k_head_ptr, v_head_ptr, block_table_ptr, start + index * TILE + tile, end),
+            *(k_head_ptr, v_head_ptr, block_table_ptr, start + index * TILE, tile, end),
             *(stride_cache_block, stride_cache_slot, q.dtype, HEAD_DIM, BLOCK_D, BLOCK_SIZE),
             IS_FULL=True,
+            IS_ALIGNED=IS_ALIGNED,
         )
         scores = tl.dot(q, k, input_precision="ieee")
         if SOFT_CAP > 0:
@@ -139,9 +159,10 @@ def attend_keys(
     for index in tl.range(num_full, tl.cdiv(end - start, TILE)):
         positions = start + index * TILE + tile
         k, v = _load_tile(
-            *(k_head_ptr, v_head_ptr, block_table_ptr, positions, end),
+            *(k_head_ptr, v_head_ptr, block_table_ptr, start + index * TILE, tile, end),
             *(stride_cache_block, stride_cache_slot, q.dtype, HEAD_DIM, BLOCK_D, BLOCK_SIZE),
             IS_FULL=False,
+            IS_ALIGNED=IS_ALIGNED,
         )
         scores = tl.dot(q, k, input_precision="ieee")
         if num_seen is None:

@@ -16,6 +16,7 @@ from kernels.triton.partial_attention import (
     attend_keys,
     load_scales,
     merge_attention_states,
+    no_keys,
 )
 from kernels.triton.shared_prefix import attend_shared_prefixes, plan_prefill
 
@@ -141,8 +142,9 @@ def _prefill_kernel(
         start = tl.maximum(num_before + first_pair // GROUP_SIZE + 1 - WINDOW, 0)
         num_full = 0
     k_scale, v_scale = load_scales(kv_scales_ptr, kv_head, tl.num_programs(1))
+    top, mass, acc = no_keys(BLOCK_M, BLOCK_D)
     top, mass, acc = attend_keys(
-        *(q, k_head_ptr, v_head_ptr, block_table_ptr, tile, start, end, num_full, num_seen),
+        *(q, k_head_ptr, v_head_ptr, block_table_ptr, tile, start, end, num_full, num_seen, top, mass, acc),
         *(scale_log2e * k_scale, stride_cache_block, stride_cache_slot, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP),
     )
     if sinks_ptr is not None:  # in a row's own part, so that they count once where a shared prefix is merged with it

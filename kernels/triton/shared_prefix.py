@@ -22,7 +22,7 @@ from kernels.triton.attention_launch import (
     shared_prefix_split_tokens,
 )
 from kernels.triton.launch import compute_capability, num_multiprocessors
-from kernels.triton.partial_attention import LOG2E, StoredCaches, attend_keys, load_scales
+from kernels.triton.partial_attention import LOG2E, StoredCaches, attend_keys, load_scales, no_keys
 
 # Blocks of 16 are for decode: most chunks have more pairs, and at 256 dims the kernel that writes no parts spills.
 _MIN_CHUNK_PAIRS = 17
@@ -202,9 +202,11 @@ def _shared_prefix_kernel(
     k_head_ptr, v_head_ptr = k_cache_ptr + head_offset, v_cache_ptr + head_offset
     block_table_ptr = block_tables_ptr + row.to(tl.int64) * stride_block_tables_row
     k_scale, v_scale = load_scales(kv_scales_ptr, kv_head, tl.num_programs(1))
+    top, mass, acc = no_keys(BLOCK_M, BLOCK_D)
     top, mass, acc = attend_keys(  # at most one tile is not full: a prefix ends with a block
-        *(q, k_head_ptr, v_head_ptr, block_table_ptr, tile, start, end, (end - start) // TILE, None),
+        *(q, k_head_ptr, v_head_ptr, block_table_ptr, tile, start, end, (end - start) // TILE, None, top, mass, acc),
         *(scale_log2e * k_scale, stride_cache_block, stride_cache_slot, HEAD_DIM, BLOCK_SIZE, 0, SOFT_CAP),
+        IS_ALIGNED=True,
     )
     places = (queries.to(tl.int64) * num_heads + heads) * num_parts + part
     tl.store(lse_ptr + places, top + tl.log2(mass), mask=queries < query_end)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +14,7 @@ import torch
 
 from kernels import cpu, reference
 from kernels.operands import AttentionRows, PrefixGroup, ProjectedHeads
-from kernels.triton import decode_attention, prefill_attention
+from kernels.triton import attention_launch, decode_attention, prefill_attention
 from kernels.triton.attention_launch import DecodeSplits
 from kernels.triton.decode_attention import paged_decode_attention, store_and_decode
 from kernels.triton.prefill_attention import paged_prefill_attention
@@ -141,8 +140,8 @@ def test_the_search_for_a_row_goes_past_the_first_rows(device: torch.device, mon
     check(paged_prefill_attention, case, device, 0.25)
 
 
-def test_many_splits_are_combined_in_several_steps(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_attention, "COMBINE_SPLITS_AT_ONCE", 2)
+def test_many_splits_are_merged_in_several_steps(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_launch, "_MERGED_ELEMENTS_OF_A_WARP", 8)  # two parts at a time
     split_every(monkeypatch, 64)
     case = make_paged_cache([(1, 300), (1, 5), (1, 129)], num_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float32)
     check(paged_decode_attention, case, device, 0.25)
@@ -165,16 +164,20 @@ def test_queries_before_all_keys_of_their_row_get_zero(kv_len: int, device: torc
     assert (run(paged_prefill_attention, case, 0.25, device)[3 : 73 - kv_len] == 0).all()
 
 
-def test_a_row_in_one_part_is_written_without_a_merge(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+def test_counts_of_splits_are_0_again_after_each_launch(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """Or the next launch would merge a row before all of its parts are there, or never."""
     split_every(monkeypatch, 64)
     lens = [(1, 300), (1, 64), (1, 65), (1, 1), (1, 0)]
     case = make_paged_cache(lens, num_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
-    expected = reference.paged_decode_attention(case.q, case.k_cache, case.v_cache, case.rows, 0.25)
-    monkeypatch.setattr(decode_attention, "_combine_kernel", mock.MagicMock())  # it launches nothing
-    found = run(paged_decode_attention, case, 0.25, device)
-    whole = [1, 3, 4]
-    assert_close(found[whole], expected[whole])
-    assert found[[0, 2]].isnan().all()
+    decode_attention._arrivals.cache_clear()
+    first = run(paged_decode_attention, case, 0.25, device)
+    counts = decode_attention._arrivals(to_device(case, device).q.device, 16)  # five rows of two programs
+    assert decode_attention._arrivals.cache_info().hits == 1
+    assert not counts.any()
+    counts[0] = 1  # as if one more of the five splits of the first row had come
+    assert not torch.equal(run(paged_decode_attention, case, 0.25, device), first)
+    counts.zero_()
+    assert torch.equal(run(paged_decode_attention, case, 0.25, device), first)
 
 
 def projected(case: PagedCache, device: torch.device, *, normed: bool = True) -> ProjectedHeads:
