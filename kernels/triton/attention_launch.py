@@ -50,11 +50,14 @@ class AttentionLaunch:
     tile: int  # keys of one step of its loop
     num_warps: int
     num_stages: int  # steps in flight; reading the block table ahead of the keys takes one
+    # Of a thread, at most. None: ptxas chooses, and may spill 8 bytes to fit one more program on a multiprocessor.
+    max_registers: int | None = None
 
     def options(self, q_shape: Sequence[int], cache_shape: Sequence[int]) -> dict[str, int]:
         """What a kernel is compiled for. q [.., Hq, D], cache [num_blocks, block_size, Hkv, D]."""
         _, block_size, num_kv_heads, head_dim = cache_shape
-        return {
+        limit = {} if self.max_registers is None else {"maxnreg": self.max_registers}
+        return limit | {
             "GROUP_SIZE": q_shape[1] // num_kv_heads,
             "HEAD_DIM": head_dim,
             "BLOCK_D": padded_head_dim(head_dim),
@@ -84,27 +87,26 @@ def decode_launch(
     cache is, beside queries of element_bytes.
 
     16 packed heads, the smallest M, since decode waits for memory and not for products. The keys and values of two
-    tiles are in flight while a third is added, so that memory is busy with one while the other is waited for. Tiles of
-    32 keys take 38 KiB and at 128 dims up to 114 registers on sm_90 and 96 on sm_80 (128 with heads as projected):
-    four and five programs share a multiprocessor. Two tiles of 64 keys take 158 registers and 73 KiB: three programs.
-    One of 64 keys, as many bytes in one piece, takes 38 KiB in two stages. The block table, read ahead of the keys,
-    takes two of the stages. Heads that are padded (80 and 96 to 128 dims) have one tile in flight before Hopper: with
-    two, or with tiles of 16 keys, triton 3.6.0 spills 4 bytes there. So have capped scores above 128 dims (8 bytes on
-    sm_90 else). Float8, converted in registers, takes up to 128 of them at 128 dims (150 under triton 3.6.0: three
-    programs) and 21 KiB; above 128 dims it has one tile in flight (triton 3.7.1 spills 8 bytes on sm_90 else), padded
-    heads have two (one spills 8 bytes under 3.6.0).
+    tiles are in flight while a third is added, so that memory is busy with one while the other is waited for. The block
+    table, read ahead of the keys, takes two of the stages. At 128 dims one warp has a block of 16 keys: no warp waits
+    for another, and addresses are one number apart. Nine such programs share a multiprocessor (20 KiB, 224 registers a
+    thread); an H200 reads 4.1 TB/s with them, 3.5 with four warps and 32 keys (DESIGN.md). Of the others, none measured
+    on a GPU, each has what spills nothing under triton 3.6.0 and 3.7.1: at 64 dims one warp spills up to 16 bytes, with
+    padded heads (80 and 96 to 128 dims) any of one or two warps 8. Capped scores and float8 above 128 dims have one
+    tile in flight, since two spill 8 bytes on sm_90.
     """
     if element_bytes == 4:  # exact products without tensor cores: larger ones spill
-        return AttentionLaunch(block_m=16, tile=16, num_warps=8, num_stages=1)
-    if head_dim < padded_head_dim(head_dim):
-        rule = {"tile": 16, "num_warps": 2, "num_stages": 5}
-    elif is_capped or is_float8 or head_dim > 128:
-        has_one_in_flight = (is_capped or is_float8) and head_dim > 128
-        rule = {"tile": 32, "num_warps": 4, "num_stages": 4 if has_one_in_flight else 5}
+        return AttentionLaunch(block_m=16, tile=16, num_warps=8, num_stages=1, max_registers=255)
+    block_d, is_special, limit = padded_head_dim(head_dim), is_capped or is_float8, None
+    if head_dim < block_d:
+        launch, limit = (16, 4, 5) if is_float8 else (64, 4, 3), None if is_float8 else 168
+    elif is_special or block_d > 128:
+        launch = (32, 4, 4 if is_special and block_d > 128 else 5)
+        limit = {64: 128, 256: 224}.get(block_d) if is_float8 else None
     else:
-        rule = {"tile": 16, "num_warps": 1, "num_stages": 5}
-    measured = None if is_capped or is_float8 else (tuned("decode_attention") or {}).get(str(head_dim))
-    return AttentionLaunch(block_m=16, **(measured or rule))
+        launch, limit = ((16, 1, 5), 224) if block_d == 128 else ((32, 2, 5), None)
+    measured = None if is_special else (tuned("decode_attention") or {}).get(str(head_dim))
+    return AttentionLaunch(16, **measured) if measured else AttentionLaunch(16, *launch, limit)
 
 
 def decodes_projected(head_dim: int, element_bytes: int, capability: int) -> bool:
@@ -160,11 +162,12 @@ def shared_prefix_launch(num_pairs: int, head_dim: int, element_bytes: int, capa
     at 4 warps, two programs a multiprocessor (at 128 dims up to 254 registers and 81 KiB on sm_90, 198 and 37 KiB on
     sm_80). At 256 dims 128 rows spill 128 bytes on sm_90.
     """
-    if num_pairs <= 16:
-        return decode_launch(head_dim, element_bytes, capability)
     launch = prefill_launch(head_dim, element_bytes, capability)
     if element_bytes == 4:
         return launch
+    if num_pairs <= 16:
+        is_padded = head_dim < padded_head_dim(head_dim)
+        return AttentionLaunch(block_m=16, tile=32, num_warps=4, num_stages=4 if is_padded and capability != 90 else 5)
     if padded_head_dim(head_dim) > 128:
         return AttentionLaunch(block_m=64, tile=launch.tile, num_warps=8, num_stages=launch.num_stages)
     if num_pairs <= 64:

@@ -49,7 +49,7 @@ def paged_decode_attention(
     do not go together.
     """
     caches = StoredCaches.of(k_cache, v_cache, rows.kv_scales)
-    return _decode(q if q.stride(2) == 1 else q.contiguous(), caches, rows, scale, None)
+    return _decode(q if q.stride()[1:] == (q.shape[2], 1) else q.contiguous(), caches, rows, scale, None)
 
 
 def store_and_decode(heads: ProjectedHeads, rows: AttentionRows, scale: float) -> torch.Tensor:
@@ -107,7 +107,7 @@ def _decode(
         *(output, parts, lse, arrivals, q, *caches, rows.block_tables, rows.seq_lens, own_starts, rows.sinks),
         *_projection(heads),
         *(scale * LOG2E, splits.min_split_tokens, shared_split_tokens, num_heads, num_parts),
-        *(*q.stride()[:2], *caches.keys.stride()[:3], rows.block_tables.stride(0)),
+        *(q.stride(0), *caches.keys.stride()[:3], rows.block_tables.stride(0)),
         **launch.options(q.shape, caches.keys.shape),
         IS_PART=num_parts > 1,
         HAS_PREFIX=plan is not None,
@@ -168,19 +168,6 @@ def _load_rotated(
 
 
 @triton.jit
-def _new_key(q, k, v, is_seen, scale_log2e, SOFT_CAP: tl.constexpr):
-    """What `attend_keys` begins with after one key, k and v [1, BLOCK_D], if it is seen."""
-    scores = tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1)
-    if SOFT_CAP > 0:
-        scores = soft_capped(scores, scale_log2e, SOFT_CAP, q.dtype)
-    else:
-        scores *= scale_log2e
-    top = tl.where(is_seen, scores, LOWEST_SCORE)
-    mass = tl.where(is_seen, tl.full([q.shape[0]], 1.0, tl.float32), 0.0)
-    return top, mass, tl.broadcast_to(tl.where(is_seen, v.to(tl.float32), 0.0), [q.shape[0], q.shape[1]])
-
-
-@triton.jit
 def _divided(top, mass, acc):
     """Log-sum-exp (base 2) and values of what `attend_keys` returns; -inf and 0 where there was no key."""
     is_empty = mass == 0.0
@@ -189,10 +176,42 @@ def _divided(top, mass, acc):
 
 
 @triton.jit
-def _store_slot(head_ptrs, values, slot, mask, stride_cache_block, stride_cache_slot, BLOCK_SIZE: tl.constexpr):
-    """One head's values [1, BLOCK_D] to its place in a slot of the cache, if that is >= 0."""
-    offset = slot // BLOCK_SIZE * stride_cache_block + slot % BLOCK_SIZE * stride_cache_slot
-    tl.store(head_ptrs + offset, values, mask=mask & (slot >= 0))
+def _store_token(
+    q,  # [BLOCK_M, BLOCK_D], the queries of the head
+    k_ptrs,  # [1, BLOCK_D]: one KV head's key as projected
+    value_offset,  # its value, from there
+    is_new,  # whether this program sees the row's last token
+    is_storing,  # and is the one that stores it
+    dims,
+    norm_weight_ptr,  # this and the next two: as of `_load_rotated`
+    rotation_ptr,
+    eps,
+    k_head_ptr,  # k_cache of the head
+    v_head_ptr,
+    slot,  # below 0: nowhere
+    stride_cache_block,
+    stride_cache_slot,
+    scale_log2e,
+    HAS_NORM: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+):
+    """Store the row's last key, normed and rotated, and value of one head; what `attend_keys` begins with after it."""
+    mask = is_new & (dims < HEAD_DIM)[None, :]
+    k = _load_rotated(k_ptrs, mask, dims, norm_weight_ptr, rotation_ptr, eps, HAS_NORM, HEAD_DIM)
+    v = tl.load(k_ptrs + value_offset, mask=mask, other=0.0)
+    place = slot // BLOCK_SIZE * stride_cache_block + slot % BLOCK_SIZE * stride_cache_slot + dims[None, :]
+    tl.store(k_head_ptr + place, k, mask=mask & is_storing & (slot >= 0))
+    tl.store(v_head_ptr + place, v, mask=mask & is_storing & (slot >= 0))
+    scores = tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1)
+    if SOFT_CAP > 0:
+        scores = soft_capped(scores, scale_log2e, SOFT_CAP, q.dtype)
+    else:
+        scores *= scale_log2e
+    top = tl.where(is_new, scores, LOWEST_SCORE)
+    mass = tl.where(is_new, tl.full([q.shape[0]], 1.0, tl.float32), 0.0)
+    return top, mass, tl.broadcast_to(tl.where(is_new, v.to(tl.float32), 0.0), [q.shape[0], q.shape[1]])
 
 
 @triton.jit
@@ -220,7 +239,7 @@ def _split(
     shared_split_tokens,
     HAS_PREFIX: tl.constexpr,
 ):
-    """First key of this program's split and the one past its last, the row's splits, and its parts before these."""
+    """First key of this program's split and the one past its last; the row's splits; the part that this is, of all."""
     own_start, num_shared = first_seen, 0
     if HAS_PREFIX:
         own_start = tl.load(own_starts_ptr + row)
@@ -229,7 +248,8 @@ def _split(
     split_tokens = tl.maximum(tl.cdiv(tl.cdiv(num_tokens, tl.num_programs(2)), MULTIPLE) * MULTIPLE, min_split_tokens)
     start = tl.program_id(2) * split_tokens
     end = own_start + tl.minimum(start + split_tokens, num_tokens)
-    return own_start + start, end, tl.maximum(tl.cdiv(num_tokens, split_tokens), 1), num_shared
+    num_splits = tl.maximum(tl.cdiv(num_tokens, split_tokens), 1)
+    return own_start + start, end, num_splits, num_shared + tl.program_id(2), num_shared + num_splits
 
 
 # Counts, and where a side tensor starts, vary from step to step: specialised on whether 16 divides them, a kernel would
@@ -267,7 +287,6 @@ def _decode_kernel(
     num_heads,
     num_parts,
     stride_q_row,
-    stride_q_head,
     stride_cache_block,
     stride_cache_slot,
     stride_cache_head,
@@ -296,68 +315,70 @@ def _decode_kernel(
     Grid: (num_kv_heads * cdiv(GROUP_SIZE, BLOCK_M), num_rows, num_splits).
     """
     HEAD_BLOCKS: tl.constexpr = (GROUP_SIZE + BLOCK_M - 1) // BLOCK_M
-    row, kv_head = tl.program_id(1), tl.program_id(0) // HEAD_BLOCKS
-    num_tokens, part = tl.load(seq_lens_ptr + row), 0
-    start, end, num_splits, num_filled = _first_seen(num_tokens, WINDOW), num_tokens, 1, 1
+    row, kv_head = tl.program_id(1).to(tl.int64), (tl.program_id(0) // HEAD_BLOCKS).to(tl.int64)
+    num_tokens = tl.load(seq_lens_ptr + row)
+    start, end, num_splits, part, num_filled = _first_seen(num_tokens, WINDOW), num_tokens, 1, 0, 1
     if IS_PART:
-        start, end, num_splits, num_shared = _split(
+        start, end, num_splits, part, num_filled = _split(
             own_starts_ptr, row, start, num_tokens, min_split_tokens, shared_split_tokens, HAS_PREFIX
         )
         if tl.program_id(2) >= num_splits:
             return
-        part, num_filled = num_shared + tl.program_id(2), num_shared + num_splits
     group = tl.program_id(0) % HEAD_BLOCKS * BLOCK_M + tl.arange(0, BLOCK_M)
     heads, is_head = kv_head * GROUP_SIZE + group, group < GROUP_SIZE
     dims, tile = tl.arange(0, BLOCK_D), tl.arange(0, TILE)
-    is_dim, row64 = dims < HEAD_DIM, row.to(tl.int64)
-    is_element = is_head[:, None] & is_dim[None, :]
-    q_ptrs = q_ptr + row64 * stride_q_row + heads[:, None] * stride_q_head + dims[None, :]
-    head_offset = kv_head.to(tl.int64) * stride_cache_head
-    k_head_ptr, v_head_ptr = k_cache_ptr + head_offset, v_cache_ptr + head_offset
-    block_table_ptr = block_tables_ptr + row64 * stride_block_tables_row
+    is_element = is_head[:, None] & (dims < HEAD_DIM)[None, :]
+    q_ptrs = q_ptr + row * stride_q_row + heads[:, None] * HEAD_DIM + dims[None, :]
+    k_head_ptr, v_head_ptr = k_cache_ptr + kv_head * stride_cache_head, v_cache_ptr + kv_head * stride_cache_head
     k_scale, v_scale = load_scales(kv_scales_ptr, kv_head, num_heads // GROUP_SIZE)
     if IS_PROJECTED:
         rotation_ptr = cos_sin_ptr + tl.load(positions_ptr + row) * stride_cos_sin_position
         q = _load_rotated(q_ptrs, is_element, dims, query_weight_ptr, rotation_ptr, eps, HAS_NORM, HEAD_DIM)
         is_last = (end == num_tokens) & (end > start)
         end -= is_last.to(tl.int32)  # the last key is not in the cache yet
-        k_ptrs = q_ptr + row64 * stride_q_row + (num_heads + kv_head) * HEAD_DIM + dims[None, :]
-        is_new = is_last & is_dim[None, :]
-        k = _load_rotated(k_ptrs, is_new, dims, key_weight_ptr, rotation_ptr, eps, HAS_NORM, HEAD_DIM)
-        v = tl.load(k_ptrs + num_heads // GROUP_SIZE * HEAD_DIM, mask=is_new, other=0.0)
-        slot, is_new = tl.load(slot_mapping_ptr + row), is_new & (tl.program_id(0) % HEAD_BLOCKS == 0)
-        _store_slot(k_head_ptr + dims[None, :], k, slot, is_new, stride_cache_block, stride_cache_slot, BLOCK_SIZE)
-        _store_slot(v_head_ptr + dims[None, :], v, slot, is_new, stride_cache_block, stride_cache_slot, BLOCK_SIZE)
-        top, mass, acc = _new_key(q, k, v, is_last, scale_log2e, SOFT_CAP)
+        k_ptrs = q_ptr + row * stride_q_row + (num_heads + kv_head) * HEAD_DIM + dims[None, :]
+        top, mass, acc = _store_token(
+            *(q, k_ptrs, num_heads // GROUP_SIZE * HEAD_DIM, is_last, tl.program_id(0) % HEAD_BLOCKS == 0, dims),
+            *(key_weight_ptr, rotation_ptr, eps, k_head_ptr, v_head_ptr, tl.load(slot_mapping_ptr + row)),
+            *(stride_cache_block, stride_cache_slot, scale_log2e, HAS_NORM, HEAD_DIM, BLOCK_SIZE, SOFT_CAP),
+        )
     else:
         q = tl.load(q_ptrs, mask=is_element, other=0.0)
         top, mass, acc = no_keys(BLOCK_M, BLOCK_D)
     top, mass, acc = attend_keys(  # at most one tile is not full: the row's last
-        *(q, k_head_ptr, v_head_ptr, block_table_ptr, tile, start, end, (end - start) // TILE, None, top, mass, acc),
-        *(scale_log2e * k_scale, stride_cache_block, stride_cache_slot, HEAD_DIM, BLOCK_SIZE, 0, SOFT_CAP),
-        IS_ALIGNED=WINDOW == 0,
+        *(q, k_head_ptr, v_head_ptr, block_tables_ptr + row * stride_block_tables_row, tile, start, end),
+        *((end - start) // TILE, None, top, mass, acc, scale_log2e * k_scale, stride_cache_block, stride_cache_slot),
+        *(HEAD_DIM, BLOCK_SIZE, 0, SOFT_CAP, WINDOW == 0),
     )
     if sinks_ptr is not None:  # those of a row of several parts are added where these are merged
         top, mass, acc = add_sinks(sinks_ptr, heads, is_head & (num_filled == 1), top, mass, acc)
     lse, acc = _divided(top, mass, acc)
-    places = row64 * num_heads + heads
-    if IS_PART:
-        tl.store(lse_ptr + places * num_parts + part, lse, mask=is_head)
-    acc *= v_scale
+    places = row * num_heads + heads
     if num_filled == 1:
-        _store_rows(output_ptr, places, dims, acc, is_element, HEAD_DIM)
+        _store_rows(output_ptr, places, dims, acc * v_scale, is_element, HEAD_DIM)
     elif IS_PART:
-        _store_rows(part_ptr, places * num_parts + part, dims, acc, is_element, HEAD_DIM)
-        tl.debug_barrier()  # all of this program has written before its arrival is counted, which releases and acquires
-        arrivals_ptr += row * tl.num_programs(0) + tl.program_id(0)
-        if tl.atomic_add(arrivals_ptr, 1, sem="acq_rel", scope="gpu") == num_splits - 1:
-            tl.debug_barrier()
-            tl.store(arrivals_ptr, 0)  # for the next launch
+        tl.store(lse_ptr + places * num_parts + part, lse, mask=is_head)
+        _store_rows(part_ptr, places * num_parts + part, dims, acc * v_scale, is_element, HEAD_DIM)
+        if _is_last(arrivals_ptr + row * tl.num_programs(0) + tl.program_id(0), num_splits):
             first_head = kv_head * GROUP_SIZE + tl.program_id(0) % HEAD_BLOCKS * BLOCK_M
             _merge_parts(
-                *(output_ptr, part_ptr, lse_ptr, sinks_ptr, row64 * num_heads, first_head, (kv_head + 1) * GROUP_SIZE),
+                *(output_ptr, part_ptr, lse_ptr, sinks_ptr, row * num_heads, first_head, (kv_head + 1) * GROUP_SIZE),
                 *(dims, num_filled, num_parts, MERGED_HEADS, HEAD_DIM, PARTS_AT_ONCE),
             )
+
+
+@triton.jit
+def _is_last(arrivals_ptr, num_splits):
+    """Count this program among the row's; whether it is the last, which leaves the count at 0 for the next launch.
+
+    All of the program has written before its arrival is counted, which releases and acquires.
+    """
+    tl.debug_barrier()
+    is_last = tl.atomic_add(arrivals_ptr, 1, sem="acq_rel", scope="gpu") == num_splits - 1
+    if is_last:
+        tl.debug_barrier()
+        tl.store(arrivals_ptr, 0)
+    return is_last
 
 
 @triton.jit

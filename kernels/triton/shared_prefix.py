@@ -206,7 +206,6 @@ def _shared_prefix_kernel(
     top, mass, acc = attend_keys(  # at most one tile is not full: a prefix ends with a block
         *(q, k_head_ptr, v_head_ptr, block_table_ptr, tile, start, end, (end - start) // TILE, None, top, mass, acc),
         *(scale_log2e * k_scale, stride_cache_block, stride_cache_slot, HEAD_DIM, BLOCK_SIZE, 0, SOFT_CAP),
-        IS_ALIGNED=True,
     )
     places = (queries.to(tl.int64) * num_heads + heads) * num_parts + part
     tl.store(lse_ptr + places, top + tl.log2(mass), mask=queries < query_end)

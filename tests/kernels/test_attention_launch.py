@@ -26,20 +26,34 @@ from kernels.triton.shared_prefix import SharedPrefixPlan, plan_decode, plan_pre
 
 H200 = 132
 
-LAUNCH = AttentionLaunch(block_m=16, tile=32, num_warps=4, num_stages=5)
+WIDE = AttentionLaunch(block_m=16, tile=32, num_warps=4, num_stages=5)
 
 
 def test_a_head_dim_is_padded_to_a_power_of_two_a_product_takes() -> None:
     assert [padded_head_dim(head_dim) for head_dim in (8, 64, 80, 96, 128, 256)] == [16, 64, 128, 128, 128, 256]
 
 
-def test_decode_packs_16_heads() -> None:
-    for capability in (80, 90):
-        for head_dim in (64, 128, 256):
-            assert decode_launch(head_dim, 2, capability) == LAUNCH
-        assert decode_launch(128, 4, capability).tile == 16
-    assert decode_launch(96, 2, 90) == LAUNCH
-    assert decode_launch(96, 2, 80) == decode_launch(80, 2, 89) == replace(LAUNCH, num_stages=4)
+def test_decode_packs_16_heads_and_has_one_warp_at_128_dims() -> None:
+    for capability in (80, 89, 90):
+        assert decode_launch(128, 2, capability) == AttentionLaunch(
+            16, tile=16, num_warps=1, num_stages=5, max_registers=224
+        )
+        assert decode_launch(64, 2, capability) == AttentionLaunch(16, tile=32, num_warps=2, num_stages=5)
+        assert decode_launch(256, 2, capability) == WIDE
+        assert decode_launch(64, 2, capability, is_capped=True) == WIDE
+        assert decode_launch(128, 2, capability, is_float8=True) == WIDE
+        assert decode_launch(256, 2, capability, is_float8=True) == replace(WIDE, num_stages=4, max_registers=224)
+        assert decode_launch(96, 2, capability) == AttentionLaunch(
+            16, tile=64, num_warps=4, num_stages=3, max_registers=168
+        )
+        assert decode_launch(96, 2, capability, is_float8=True).tile == 16
+        assert decode_launch(128, 4, capability).num_warps == 8
+
+
+@pytest.mark.parametrize(("group_size", "heads", "at_once"), [(1, 1, 8), (2, 2, 4), (5, 8, 1), (8, 8, 1), (40, 16, 1)])
+def test_parts_are_merged_as_many_at_a_time_as_registers_hold(group_size: int, heads: int, at_once: int) -> None:
+    options = decode_launch(128, 2, 90).merge_options(group_size, 128)
+    assert options == {"MERGED_HEADS": heads, "PARTS_AT_ONCE": at_once}
 
 
 def test_heads_are_decoded_as_projected_where_that_spills_nothing() -> None:
@@ -114,13 +128,13 @@ def test_a_bound_of_the_longest_row_splits_short_rows_as_finely() -> None:
 @pytest.mark.parametrize(
     ("num_pairs", "head_dim", "element_bytes", "capability", "expected"),
     [
-        (16, 128, 2, 90, decode_launch(128, 2, 90)),
+        (16, 128, 2, 90, WIDE),
         (17, 128, 2, 90, AttentionLaunch(64, 64, 4, 3)),
         (64, 128, 2, 80, AttentionLaunch(64, 32, 4, 3)),
         (65, 128, 2, 90, prefill_launch(128, 2, 90)),
         (400, 256, 2, 90, AttentionLaunch(64, 32, 8, 3)),
         (400, 256, 2, 80, prefill_launch(256, 2, 80)),
-        (8, 128, 4, 90, decode_launch(128, 4, 90)),
+        (8, 128, 4, 90, prefill_launch(128, 4, 90)),
         (64, 128, 4, 90, prefill_launch(128, 4, 90)),
     ],
 )
@@ -175,7 +189,7 @@ def make_rows(lens: list[tuple[int, int]], groups: tuple[PrefixGroup, ...]) -> A
 
 def test_every_pair_meets_every_shared_key_once_in_neighbouring_programs() -> None:
     rows = make_rows([(1, 300), (3, 163), (4, 200), (1, 33), (1, 40)], (PrefixGroup(1, 2, 160), PrefixGroup(3, 2, 32)))
-    plan = SharedPrefixPlan.build(rows, rows.prefix_groups, heads_per_kv_head=4, launch=LAUNCH, split_tokens=64)
+    plan = SharedPrefixPlan.build(rows, rows.prefix_groups, heads_per_kv_head=4, launch=WIDE, split_tokens=64)
     # row, first pair, end of the queries, start and end of the keys, part: queries 1 to 8 are 28 pairs of 4 heads
     assert plan.programs.tolist() == [
         *([1, 4, 8, 0, 64, 0], [1, 20, 8, 0, 64, 0]),

@@ -286,7 +286,7 @@ def test_what_was_measured_on_this_gpu_goes_before_the_rules(tmp_path: Path) -> 
         assert grouped_gemm_launch(8 * 60, 8, 128, itemsize=2, capability=90, gather=True).num_warps == 8
         assert grouped_gemm_launch(8 * 64, 8, 64, itemsize=2, capability=90, gather=True) == rules  # other experts
         assert decode_launch(128, 2, 90) == AttentionLaunch(block_m=16, tile=128, num_warps=8, num_stages=3)
-        assert decode_launch(64, 2, 90).tile == 32  # nothing is tuned for its heads
+        assert decode_launch(64, 2, 90).num_warps == 2  # nothing is tuned for its heads
         assert decode_launch(128, 4, 90).tile == 16  # float32, in which nothing is tuned
         assert decode_splits(1, 100_000, 132) == DecodeSplits(391, 256)
         assert decode_splits(264, 100_000, 132) == DecodeSplits(13, 1024)

@@ -193,7 +193,10 @@ class GpuRun:
             "engine.cuda_graphs.enabled": graphs,
             **parse_assignments(self._options.set),
         }
-        return load_random(model, path, self._device, overrides)
+        engine = load_random(model, path, self._device, overrides)
+        gc.collect()
+        gc.freeze()  # as a worker does: a collection through PyTorch and the model stops the steps for 270 ms
+        return engine
 
     def _guarded(
         self, section: str, model: str, graphs: bool | None, figures: Callable[[], Iterator[Figure]]

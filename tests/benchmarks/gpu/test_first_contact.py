@@ -120,8 +120,8 @@ def test_a_sweep_passes_over_what_does_not_fit_but_not_over_the_rules(tmp_path: 
             return list(stage_figures("decode-attention", "cpu", tmp_path, is_tiny=True))
 
     (figure,) = figures(5.0, MemoryError("too large"), 3.0)
-    assert figure["errors"] == {"[32, 4, 5, 128, 8192, 4]": "MemoryError: too large"}
-    assert (figure["best"], figure["choice"]["decode_splits"]) == ("[32, 4, 5, 128, 8192, 2]", (128, 8192, 2))
+    assert figure["errors"] == {"[16, 1, 5, 224, 128, 8192, 4]": "MemoryError: too large"}
+    assert (figure["best"], figure["choice"]["decode_splits"]) == ("[16, 1, 5, 224, 128, 8192, 2]", (128, 8192, 2))
     with pytest.raises(MemoryError, match="too large"):
         figures(MemoryError("too large"), 5.0, 3.0)
     with mock.patch.object(Deadline, "left_s", 0.0):

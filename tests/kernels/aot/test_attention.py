@@ -16,7 +16,7 @@ from tests.kernels.aot.table import SM_89
 from tests.support.compiled_kernels import SHARED_MEMORY_LIMIT_BYTES, CompiledKernel, compiling_for
 
 KERNELS = {
-    *("_decode_kernel", "_combine_kernel", "_prefill_kernel", "_merge_kernel", "_shared_prefix_kernel"),
+    *("_decode_kernel", "_prefill_kernel", "_merge_kernel", "_shared_prefix_kernel"),
     "qk_norm_rope_store_kv_kernel",  # before heads above 128 dims
 }
 READS_BACK = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
@@ -77,18 +77,22 @@ def test_as_many_shared_key_programs_fit_a_processor_as_splitting_assumes(
             assert kernel.shared_bytes * together <= SHARED_MEMORY_LIMIT_BYTES[kernel.capability], kernel
 
 
-def test_four_decode_programs_share_a_multiprocessor(compiled: list[CompiledKernel]) -> None:
-    for kernel in named(compiled, "_decode_kernel"):
-        if kernel.constants["BLOCK_D"] == 128:
-            assert kernel.registers * 32 * kernel.num_warps * 4 <= 65_536, kernel
-            assert kernel.shared_bytes * 4 <= SHARED_MEMORY_LIMIT_BYTES[kernel.capability], kernel
+def test_decode_programs_of_one_warp_share_a_multiprocessor(compiled: list[CompiledKernel]) -> None:
+    """Nine at 128 dims, of two tiles in flight each: 144 KiB, where 36 KiB are needed for 4.8 TB/s at 1 us."""
+    found = [kernel for kernel in named(compiled, "_decode_kernel") if kernel.num_warps == 1]
+    assert {kernel.constants["HEAD_DIM"] for kernel in found} == {128}
+    for kernel in found:
+        assert kernel.registers * 32 * 9 <= 65_536, kernel
+        assert (
+            kernel.shared_bytes * (9 if kernel.capability == 90 else 8) <= SHARED_MEMORY_LIMIT_BYTES[kernel.capability]
+        )
 
 
 def test_split_and_unsplit_decode_are_both_compiled(compiled: list[CompiledKernel]) -> None:
     assert {kernel.constants["IS_PART"] for kernel in named(compiled, "_decode_kernel")} == {False, True}
 
 
-@pytest.mark.parametrize("name", ["_decode_kernel", "_prefill_kernel", "_combine_kernel"])
+@pytest.mark.parametrize("name", ["_decode_kernel", "_prefill_kernel"])
 def test_rows_with_and_without_shared_keys_are_both_compiled(compiled: list[CompiledKernel], name: str) -> None:
     assert {kernel.constants["HAS_PREFIX"] for kernel in named(compiled, name)} == {False, True}
 
@@ -103,14 +107,14 @@ def test_padded_heads_are_taken_as_projected_on_hopper_alone(compiled: list[Comp
     found = named(compiled, "_decode_kernel")
     padded = [kernel for kernel in found if kernel.constants["HEAD_DIM"] in (80, 96)]
     assert any(kernel.constants["IS_PROJECTED"] for kernel in padded) is (padded[0].capability == 90)
-    assert {kernel.num_stages for kernel in padded} == {5 if padded[0].capability == 90 else 4}
+    assert {(kernel.constants["TILE"], kernel.num_warps) for kernel in padded} == {(64, 4)}
 
 
 def test_steps_of_other_sizes_use_the_same_kernels() -> None:
     with compiling_for(90) as kernels:
         launch_two_steps()
     plain = [*["_decode_kernel"] * 2, "_merge_kernel", "_prefill_kernel"]  # heads rotated before, and in it
-    sharing = ["_combine_kernel", "_decode_kernel", "_prefill_kernel", *["_shared_prefix_kernel"] * 2]  # float32 parts
+    sharing = ["_decode_kernel", "_prefill_kernel", *["_shared_prefix_kernel"] * 2]  # float32 parts
     assert sorted(kernel.name for kernel in kernels) == sorted(plain + sharing)
 
 
@@ -125,7 +129,7 @@ def test_nothing_is_read_back_from_the_device(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("capability", [80, 90])
-def test_windows_fit_too_and_four_decode_programs_share_a_processor(capability: int) -> None:
+def test_windows_fit_too_and_decode_programs_share_a_processor(capability: int) -> None:
     with compiling_for(capability) as kernels:
         launch_windows()
     for kernel in kernels:
@@ -134,7 +138,8 @@ def test_windows_fit_too_and_four_decode_programs_share_a_processor(capability: 
         assert kernel.shared_bytes <= limit, kernel
         if kernel.name == "_decode_kernel":
             assert kernel.constants["WINDOW"] == 1024
-            assert kernel.registers * 32 * kernel.num_warps * (4 if kernel.constants["BLOCK_D"] <= 128 else 2) <= 65_536
+            together = {64: 7, 80: 2, 128: 9, 256: 2}[kernel.constants["HEAD_DIM"]]
+            assert kernel.registers * 32 * kernel.num_warps * together <= 65_536, kernel
 
 
 @pytest.fixture(scope="module", params=[SM_89, 90])
@@ -145,7 +150,7 @@ def of_float8(request: pytest.FixtureRequest) -> list[CompiledKernel]:
 
 
 def test_a_float8_cache_is_compiled_into_every_kernel_that_has_it_and_fits(of_float8: list[CompiledKernel]) -> None:
-    assert {kernel.name for kernel in of_float8} == KERNELS - {"_combine_kernel", "_merge_kernel"}
+    assert {kernel.name for kernel in of_float8} == KERNELS - {"_merge_kernel"}
     for kernel in of_float8:
         assert kernel.spill_bytes == 0, kernel
         assert kernel.shared_bytes <= SHARED_MEMORY_LIMIT_BYTES[kernel.capability], kernel
@@ -167,7 +172,8 @@ def test_float8_keys_come_in_16_byte_copies_and_are_converted_late(of_float8: li
 def test_three_decode_programs_of_a_float8_cache_share_a_processor(of_float8: list[CompiledKernel]) -> None:
     for kernel in named(of_float8, "_decode_kernel"):
         if kernel.constants["BLOCK_D"] == 128:
-            assert kernel.registers * 32 * kernel.num_warps * 3 <= 65_536, kernel
+            together = 2 if kernel.constants["GROUP_SIZE"] == 16 else 3  # 217 registers
+            assert kernel.registers * 32 * kernel.num_warps * together <= 65_536, kernel
             assert kernel.shared_bytes * 4 <= SHARED_MEMORY_LIMIT_BYTES[kernel.capability], kernel
 
 

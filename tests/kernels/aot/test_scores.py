@@ -103,6 +103,5 @@ def test_sinks_fit(capability: int) -> None:
     assert {kernel.name for kernel in kernels} >= {
         "silu_and_mul_kernel",
         "_decode_kernel",
-        "_combine_kernel",
         "_prefill_kernel",
     }

@@ -55,7 +55,7 @@ def test_every_kernel_is_compiled_for_every_architecture(compiled: list[Compiled
         "qk_norm_rope_store_kv_kernel",
         "_decode_kernel",
     }
-    of_float8 |= {"_combine_kernel", "_prefill_kernel", "_merge_kernel", "_shared_prefix_kernel"}
+    of_float8 |= {"_prefill_kernel", "_merge_kernel", "_shared_prefix_kernel"}
     assert {kernel.name for kernel in compiled} >= (of_float8 if compiled[0].capability == 89 else expected)
 
 
@@ -79,7 +79,7 @@ def test_the_table_has_a_row_for_every_kernel_launch_and_architecture(compiled: 
     assert {line.count("|") for line in lines} == {len(HEADINGS) + 1}
 
 
-@pytest.mark.parametrize("name", ["_decode_kernel", "_combine_kernel", "_prefill_kernel"])
+@pytest.mark.parametrize("name", ["_decode_kernel", "_prefill_kernel"])
 def test_attention_with_a_window_has_rows_of_its_own(compiled: list[CompiledKernel], name: str) -> None:
     rows = [row for row in table_rows(compiled) if row[0] == name]
     windowed = [row for row in rows if "WINDOW=1024" in row[1].split()]
