@@ -99,7 +99,7 @@ def decode_launch(
         return AttentionLaunch(block_m=16, tile=16, num_warps=8, num_stages=1, max_registers=255)
     block_d, is_special, limit = padded_head_dim(head_dim), is_capped or is_float8, None
     if head_dim < block_d:
-        launch, limit = (16, 4, 5) if is_float8 else (64, 4, 3), None if is_float8 else 168
+        launch, limit = (16, 4, 5) if is_float8 else (64, 4, 3), 168
     elif is_special or block_d > 128:
         launch = (32, 4, 4 if is_special and block_d > 128 else 5)
         limit = {64: 128, 256: 224}.get(block_d) if is_float8 else None

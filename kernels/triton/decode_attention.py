@@ -42,7 +42,7 @@ def paged_decode_attention(
 
     What is read, and how a row is split, depends on the lengths on the device alone. Those on the host size the grid
     and the room for parts; they may be bounds, as where a launch is captured once for all lengths. A row that needs one
-    split writes its output itself, and is not combined.
+    split writes its output itself; of several the program that comes last merges the parts.
     Shared prefixes are attended once a group, as further parts of each member. scale must be above 0.
 
     Raises ValueError if there are not as many queries as rows, if the caches differ in layout, or if scales and dtype

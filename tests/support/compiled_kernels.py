@@ -10,10 +10,12 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -117,6 +119,23 @@ def compiling_for(capability: int, *, device: DriverBase | None = None) -> Itera
     target = mock.patch.object(driver, "_active", device or _Driver(capability))  # `driver.active` would look for a GPU
     with target, mock.patch.object(JITFunction, "run", compile_only):
         yield compiled
+
+
+def compiled_kernels(capability: int, launches: Sequence[Callable[[], None]]) -> list[CompiledKernel]:
+    """What the launches compile for sm_<capability>. For sm_89 in a process of its own: Triton 3.6 and 3.7 convert
+    float8 in the form of the architecture that a process has first compiled such a conversion for.
+    """
+    if capability == 89:
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            return pool.submit(_compile, capability, launches).result()
+    return _compile(capability, launches)
+
+
+def _compile(capability: int, launches: Sequence[Callable[[], None]]) -> list[CompiledKernel]:
+    with compiling_for(capability) as kernels:
+        for launch in launches:
+            launch()
+    return kernels
 
 
 def _inspect(kernel: Any, name: str, capability: int, constants: dict[str, Any]) -> CompiledKernel:

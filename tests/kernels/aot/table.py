@@ -35,7 +35,7 @@ from kernels.triton.rope_kv_store import qk_norm_rope_store_kv
 from kernels.triton.sampling import apply_penalties, argmax
 from kernels.triton.truncation import mask_top_k_top_p_min_p
 from tests.kernels.aot.attention_launches import launch_attention, launch_float8_cache, launch_windows
-from tests.support.compiled_kernels import SHARED_MEMORY_LIMIT_BYTES, CompiledKernel, compiling_for
+from tests.support.compiled_kernels import SHARED_MEMORY_LIMIT_BYTES, CompiledKernel, compiled_kernels
 
 _KERNELS = Path(__file__).resolve().parents[3] / "kernels"
 # triton -> the document with its table: the one that the tests install, and that of PyTorch 2.11.
@@ -234,10 +234,7 @@ def launch_small() -> None:
 
 def compile_all(capability: int) -> list[CompiledKernel]:
     """Every kernel that any case launches, in the order of the launches."""
-    with compiling_for(capability) as kernels:
-        for launch in LAUNCHES_OF[capability]:
-            launch()
-    return kernels
+    return compiled_kernels(capability, LAUNCHES_OF[capability])
 
 
 def table_rows(kernels: Iterable[CompiledKernel]) -> list[tuple[str, ...]]:

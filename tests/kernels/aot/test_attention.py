@@ -13,7 +13,7 @@ from tests.kernels.aot.attention_launches import (
     launch_windows,
 )
 from tests.kernels.aot.table import SM_89
-from tests.support.compiled_kernels import SHARED_MEMORY_LIMIT_BYTES, CompiledKernel, compiling_for
+from tests.support.compiled_kernels import SHARED_MEMORY_LIMIT_BYTES, CompiledKernel, compiled_kernels, compiling_for
 
 KERNELS = {
     *("_decode_kernel", "_prefill_kernel", "_merge_kernel", "_shared_prefix_kernel"),
@@ -144,9 +144,9 @@ def test_windows_fit_too_and_decode_programs_share_a_processor(capability: int) 
 
 @pytest.fixture(scope="module", params=[SM_89, 90])
 def of_float8(request: pytest.FixtureRequest) -> list[CompiledKernel]:
-    with compiling_for(request.param) as kernels:
-        launch_float8_cache()
-    return [kernel for kernel in kernels if "KV_CACHE" in kernel.constants]
+    return [
+        kernel for kernel in compiled_kernels(request.param, [launch_float8_cache]) if "KV_CACHE" in kernel.constants
+    ]
 
 
 def test_a_float8_cache_is_compiled_into_every_kernel_that_has_it_and_fits(of_float8: list[CompiledKernel]) -> None:

@@ -13,7 +13,7 @@ from kernels.triton.decode_attention import paged_decode_attention, store_and_de
 from kernels.triton.dense import clamped_swiglu, gelu_and_mul
 from kernels.triton.prefill_attention import paged_prefill_attention
 from tests.kernels.aot.table import SM_89
-from tests.support.compiled_kernels import SHARED_MEMORY_LIMIT_BYTES, CompiledKernel, compiling_for
+from tests.support.compiled_kernels import SHARED_MEMORY_LIMIT_BYTES, CompiledKernel, compiled_kernels, compiling_for
 
 BLOCK_SIZE = 16
 SPLIT, UNSPLIT = [(1, 4096)], [(1, 4096)] * 264  # rows alone fill 132 multiprocessors
@@ -81,13 +81,16 @@ def test_capped_scores_fit(capability: int) -> None:
     assert [kernel.constants["IS_GELU"] for kernel in kernels if kernel.name == "silu_and_mul_kernel"] == [True]
 
 
+def launch_beside_float8() -> None:
+    for heads in CAPS[:2]:
+        attend(heads, torch.bfloat16, soft_cap=50.0, kv_scales=torch.empty(2, heads[1]))
+    (heads,) = SINKS
+    attend(heads, torch.bfloat16, sinks=torch.empty(heads[0]), kv_scales=torch.empty(2, heads[1]), window=128)
+
+
 @pytest.mark.parametrize("capability", [SM_89, 90])
 def test_caps_and_sinks_fit_beside_a_cache_in_float8(capability: int) -> None:
-    with compiling_for(capability) as kernels:
-        for heads in CAPS[:2]:
-            attend(heads, torch.bfloat16, soft_cap=50.0, kv_scales=torch.empty(2, heads[1]))
-        (heads,) = SINKS
-        attend(heads, torch.bfloat16, sinks=torch.empty(heads[0]), kv_scales=torch.empty(2, heads[1]), window=128)
+    kernels = compiled_kernels(capability, [launch_beside_float8])
     check(kernels, capability)
     assert {kernel.constants.get("KV_CACHE") for kernel in kernels if "TILE" in kernel.constants} == {"e4m3"}
 
