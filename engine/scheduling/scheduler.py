@@ -21,7 +21,7 @@ class Scheduler:
     The token budget of a step goes to one token for each decoding sequence, then to the next chunk of each sequence in
     prefill, then to admissions in the order of the WaitingQueue. A decode that finds no block preempts the sequence
     last in rank (the least urgent, and of these the one admitted last), which gives back its blocks and is recomputed
-    later. What a step runs is handed out by length, not by rank.
+    later. The items of a step are listed by length, not by rank.
 
     A sequence is in exactly one place: waiting (with no blocks) or running (with blocks for all its known tokens). It
     leaves when the engine calls `finish`.

@@ -19,15 +19,15 @@ from kernels.triton.launch import power_of_two_from, tuned
 
 _MAX_PROJECTED_HEAD_BYTES = 256
 _MIN_DOT_SIZE = 16  # tl.dot takes no smaller dimension
-# Two tiles: a program with fewer mostly starts up. With 8 query heads a KV head and 128 dims, the result of such a
-# split (4 KiB in float32, written and read again) is an eighth of the keys and values it read.
+# Eight blocks of 16: a program with fewer mostly starts up. With 8 query heads a KV head and 128 dims, the result of
+# such a split (4 KiB in float32, written and read again) is an eighth of the keys and values it read.
 _MIN_SPLIT_TOKENS = 128
-# One program reads some 30 GB/s (32 KiB in flight, 1 us of latency): 8192 tokens of 128 dims take 0.14 ms. Longer rows
-# are split even where there are enough rows, so that the longest does not run on when the others are done.
+# One program reads some 15 GB/s at most (16 KiB in flight, 1 us of latency): 8192 tokens of 128 dims take 0.3 ms. A
+# longer row is split even where there are enough rows, so that it does not run on when the others are done.
 _MAX_SPLIT_TOKENS = 8192
 _PROGRAMS = 4  # of a multiprocessor, that a launch is split for
 _MAX_FULL_SPLITS = 8  # of a launch that has half of those unsplit; those past a row's end start and return
-SPLIT_MULTIPLE = 64  # of every tile: only the last tile of a row is partly filled
+SPLIT_MULTIPLE = 64  # of every tile of the rules: only the last tile of a row is partly filled
 MERGE_NUM_WARPS = 4
 _MERGED_ELEMENTS_OF_A_WARP = 1024  # 32 numbers a thread; with 64 triton 3.6.0 spills 8 bytes at 8 heads a KV head
 _MERGE_ELEMENTS = 2048  # of a program: two loads of 16 bytes a thread from each input
@@ -69,7 +69,7 @@ class AttentionLaunch:
         }
 
     def merge_options(self, group_size: int, head_dim: int) -> dict[str, int]:
-        """What merging the parts of a row is compiled for: 64 numbers a thread at a time."""
+        """What merging the parts of a row is compiled for: 32 numbers a thread at a time, or the heads of one part."""
         heads = power_of_two_from(min(group_size, self.block_m))
         elements = self.num_warps * _MERGED_ELEMENTS_OF_A_WARP
         return {"MERGED_HEADS": heads, "PARTS_AT_ONCE": max(elements // (heads * padded_head_dim(head_dim)), 1)}
@@ -89,11 +89,11 @@ def decode_launch(
     16 packed heads, the smallest M, since decode waits for memory and not for products. The keys and values of two
     tiles are in flight while a third is added, so that memory is busy with one while the other is waited for. The block
     table, read ahead of the keys, takes two of the stages. At 128 dims one warp has a block of 16 keys: no warp waits
-    for another, and addresses are one number apart. Nine such programs share a multiprocessor (20 KiB, 224 registers a
-    thread); an H200 reads 4.1 TB/s with them, 3.5 with four warps and 32 keys (DESIGN.md). Of the others, none measured
-    on a GPU, each has what spills nothing under triton 3.6.0 and 3.7.1: at 64 dims one warp spills up to 16 bytes, with
-    padded heads (80 and 96 to 128 dims) any of one or two warps 8. Capped scores and float8 above 128 dims have one
-    tile in flight, since two spill 8 bytes on sm_90.
+    for another, and addresses are one number apart. Nine such programs share a multiprocessor of Hopper (20 KiB, 224
+    registers a thread); an H200 reads 4.1 TB/s with them, 3.5 with four warps and 32 keys (DESIGN.md). Of the others,
+    which no GPU has timed but for float8, each has what spills nothing under triton 3.6.0 and 3.7.1: at 64 dims one
+    warp spills up to 16 bytes, with padded heads (80 and 96 to 128 dims) any of one or two warps 8. Capped scores and
+    float8 above 128 dims have one tile in flight, since two spill 8 bytes on sm_90.
     """
     if element_bytes == 4:  # exact products without tensor cores: larger ones spill
         return AttentionLaunch(block_m=16, tile=16, num_warps=8, num_stages=1, max_registers=255)
@@ -121,8 +121,8 @@ def decodes_projected(head_dim: int, element_bytes: int, capability: int) -> boo
 
 def decode_splits(num_programs: int, max_kv_len: int, num_multiprocessors: int) -> DecodeSplits:
     """How many splits a decode step has: where unsplit rows give each multiprocessor two programs, one for 8192 keys,
-    else enough for four of the five programs that fit on one (the rule of TensorRT-LLM's Triton backend). A GPU's tuned
-    rule has other numbers, and may split rows of full launches too.
+    else enough for four (the rule of TensorRT-LLM's Triton backend; on an H200 more gain nothing). A GPU's tuned rule
+    has other numbers, and may split rows of full launches too.
 
     num_programs: programs of an unsplit launch; max_kv_len: tokens of the longest row, or a bound.
     """

@@ -122,7 +122,10 @@ def _decode(
 
 @cache
 def _arrivals(device: torch.device, size: int) -> torch.Tensor:
-    """Counts of the splits of a row that are done, which each launch leaves at 0. Kept for good: graphs point to it."""
+    """Counts of the splits of a row that are done, which each launch leaves at 0. Kept for good: graphs point to it.
+
+    One stream of a device decodes at a time: launches beside each other would count into one another's.
+    """
     return torch.zeros(size, dtype=torch.int32, device=device)
 
 
@@ -348,7 +351,7 @@ def _decode_kernel(
     top, mass, acc = attend_keys(  # at most one tile is not full: the row's last
         *(q, k_head_ptr, v_head_ptr, block_tables_ptr + row * stride_block_tables_row, tile, start, end),
         *((end - start) // TILE, None, top, mass, acc, scale_log2e * k_scale, stride_cache_block, stride_cache_slot),
-        *(HEAD_DIM, BLOCK_SIZE, 0, SOFT_CAP, WINDOW == 0),
+        *(HEAD_DIM, BLOCK_SIZE, 0, SOFT_CAP, WINDOW == 0 and MULTIPLE // TILE * TILE == MULTIPLE),
     )
     if sinks_ptr is not None:  # those of a row of several parts are added where these are merged
         top, mass, acc = add_sinks(sinks_ptr, heads, is_head & (num_filled == 1), top, mass, acc)

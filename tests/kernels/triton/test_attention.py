@@ -121,6 +121,17 @@ def test_every_block_size_agrees_with_the_reference(block_size: int, dtype: torc
     check(paged_decode_attention, make_paged_cache([(1, kv) for _, kv in lens], dtype=dtype, **options), device)
 
 
+def test_a_tile_of_128_finds_its_blocks_from_the_middle_of_one_on(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A split begins in the middle of a block of 128 keys, and its first tile ends in the next."""
+    launch = attention_launch.AttentionLaunch(block_m=16, tile=128, num_warps=4, num_stages=1)
+    monkeypatch.setattr(decode_attention, "decode_launch", lambda *_, **__: launch)
+    monkeypatch.setattr(decode_attention, "decode_splits", lambda *_: DecodeSplits(5, 128))
+    options: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "dtype": torch.float32}
+    check(paged_decode_attention, make_paged_cache([(1, 900), (1, 300)], block_size=128, **options), device, 0.25)
+
+
 def test_more_query_heads_than_a_decode_program_takes(dtype: torch.dtype, device: torch.device) -> None:
     lens = [(1, 70), (1, 9)]
     case = make_paged_cache(lens, num_heads=38, num_kv_heads=2, head_dim=16, dtype=dtype)
