@@ -98,13 +98,14 @@ def decode_launch(
     if element_bytes == 4:  # exact products without tensor cores: larger ones spill
         return AttentionLaunch(block_m=16, tile=16, num_warps=8, num_stages=1, max_registers=255)
     block_d, is_special = padded_head_dim(head_dim), is_capped or is_float8
+    limit: int | None = 168
     if head_dim < block_d:
-        launch, limit = (16, 4, 5) if is_float8 else (64, 4, 3), 168
+        launch = (16, 4, 5) if is_float8 else (64, 4, 3)
     elif is_special or block_d > 128:
         launch = (32, 4, 4 if is_special and block_d > 128 else 5)
         limit = 224 if is_capped else {64: 128, 256: 224}.get(block_d) if is_float8 else None
     else:
-        launch, limit = ((16, 1, 5), 224) if block_d == 128 else ((32, 2, 5), 168)
+        launch, limit = ((16, 1, 5), 224) if block_d == 128 else ((32, 2, 5), limit)
     measured = None if is_special else (tuned("decode_attention") or {}).get(str(head_dim))
     return AttentionLaunch(16, **measured) if measured else AttentionLaunch(16, *launch, limit)
 
