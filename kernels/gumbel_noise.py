@@ -42,6 +42,7 @@ KEY_START_SECOND = 0x243F6A88
 TOKEN_STEP = 0x9E3779B1
 
 MAX_NOISE = 22.19  # the noise of r = 0 is 22.1807
+MIN_NOISE = -2.82  # the noise of v = 1 - 2**-24 is -2.8118
 
 SQRT2 = float.fromhex("0x1.6a09e6p+0")
 LN2_HIGH = 0.693359375  # 9 significant bits: its product with an exponent is exact

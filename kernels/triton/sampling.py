@@ -1,7 +1,7 @@
 """Finds the most likely token and applies penalties; floats as sortable integers for every kernel over logits [N, V].
 
 The integers settle NaN and ties in one place. Launch parameters are the same on every architecture and follow from the
-bytes in flight and the registers of the compiled kernel; none is measured on a GPU yet.
+bytes in flight and the registers of the compiled kernel.
 """
 
 from __future__ import annotations
