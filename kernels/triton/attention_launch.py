@@ -138,21 +138,29 @@ def decode_splits(num_programs: int, max_kv_len: int, num_multiprocessors: int) 
     return DecodeSplits(max(-(-max_kv_len // split_tokens), 1), least)
 
 
-def prefill_launch(head_dim: int, element_bytes: int, capability: int) -> AttentionLaunch:
+def prefill_launch(head_dim: int, element_bytes: int, capability: int, *, is_special: bool = False) -> AttentionLaunch:
     """Launch of the prefill kernel, for head_dim up to 256.
 
-    capability: compute capability such as 90.
-    At 128 dims sm_90 takes up to 247 registers of 255 and 97 KiB; wgmma needs 64 rows to 4 warps, and 128 rows at 4
-    warps spill 256 bytes. sm_80 takes 207 and 48 KiB; 64 keys a tile spill 104 bytes at 128 rows and 8 warps, 88 at 64
-    rows and 4 warps. A fourth stage changes nothing; a fifth, not measured, fetches two tiles ahead (129 KiB on sm_90).
+    capability: compute capability such as 90; is_special: the cache is float8, scores are capped or there is a window,
+    which what was tuned for a GPU leaves to the rules.
+    A tile is copied while the one before is multiplied. With three stages, since the block table is read ahead, a copy
+    began and was waited for between two products: an H200 reached 29 to 36 % of a product's rate, some 3,500 cycles a
+    tile of 128 rows and 64 keys whose products take 980.
+    At 128 dims sm_90 takes up to 247 registers of 255 and 130 KiB; wgmma needs 64 rows to 4 warps, and 128 rows at 4
+    warps spill 256 bytes, 128 keys a tile 56. sm_80 takes 207 and 65 KiB; 64 keys a tile spill 104 bytes at 128 rows
+    and 8 warps, 88 at 64 rows and 4 warps.
     """
     is_wide, is_hopper = padded_head_dim(head_dim) > 128, capability == 90
     if element_bytes == 4:  # exact products without tensor cores: 32 rows spill 16 bytes under triton 3.6.0
-        return AttentionLaunch(block_m=16, tile=16, num_warps=8, num_stages=1)
+        return AttentionLaunch(block_m=16, tile=16, num_warps=8, num_stages=1, max_registers=255)
+    measured = None if is_special else (tuned("prefill_attention") or {}).get(str(head_dim))
+    if measured:
+        return AttentionLaunch(**measured)
     if is_wide:  # the sums alone take 128 registers a thread at 128 rows, where triton 3.6.0 spills 48 bytes on sm_90
-        return AttentionLaunch(block_m=64, tile=32, num_warps=8, num_stages=3 if is_hopper else 2)
-    tile = 64 if is_hopper or padded_head_dim(head_dim) <= 64 else 32
-    return AttentionLaunch(block_m=128, tile=tile, num_warps=8, num_stages=3)
+        return AttentionLaunch(block_m=64, tile=32, num_warps=8, num_stages=5 if is_hopper else 2)
+    if padded_head_dim(head_dim) <= 64:  # on sm_80 two programs share a multiprocessor; five stages spill 8 bytes there
+        return AttentionLaunch(block_m=128, tile=64, num_warps=8, num_stages=5 if is_hopper else 3)
+    return AttentionLaunch(block_m=128, tile=64 if is_hopper else 32, num_warps=8, num_stages=5)
 
 
 def shared_prefix_launch(num_pairs: int, head_dim: int, element_bytes: int, capability: int) -> AttentionLaunch:
@@ -163,7 +171,7 @@ def shared_prefix_launch(num_pairs: int, head_dim: int, element_bytes: int, capa
     at 4 warps, two programs a multiprocessor (at 128 dims up to 254 registers and 81 KiB on sm_90, 198 and 37 KiB on
     sm_80). At 256 dims 128 rows spill 128 bytes on sm_90.
     """
-    launch = prefill_launch(head_dim, element_bytes, capability)
+    launch = prefill_launch(head_dim, element_bytes, capability, is_special=True)
     if element_bytes == 4:
         return launch
     if num_pairs <= 16:
@@ -171,8 +179,8 @@ def shared_prefix_launch(num_pairs: int, head_dim: int, element_bytes: int, capa
         return AttentionLaunch(block_m=16, tile=32, num_warps=4, num_stages=4 if is_padded and capability != 90 else 5)
     if padded_head_dim(head_dim) > 128:
         return AttentionLaunch(block_m=64, tile=launch.tile, num_warps=8, num_stages=launch.num_stages)
-    if num_pairs <= 64:
-        return AttentionLaunch(block_m=64, tile=launch.tile, num_warps=4, num_stages=launch.num_stages)
+    if num_pairs <= 64:  # one program is busy while the other waits
+        return AttentionLaunch(block_m=64, tile=launch.tile, num_warps=4, num_stages=3)
     return launch
 
 

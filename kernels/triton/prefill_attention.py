@@ -40,7 +40,8 @@ def paged_prefill_attention(
         return output
     num_kv_heads = k_cache.shape[2]
     group_size = num_heads // num_kv_heads
-    launch = prefill_launch(head_dim, q.element_size(), compute_capability())
+    is_special = caches.scales is not None or rows.soft_cap is not None or rows.window is not None
+    launch = prefill_launch(head_dim, q.element_size(), compute_capability(), is_special=is_special)
     num_blocks = num_queries * group_size // launch.block_m + rows.num_rows  # see the kernel's docstring
     q = q if q.stride(2) == 1 else q.contiguous()
     plan = plan_prefill(q, num_kv_heads, rows)

@@ -65,15 +65,16 @@ def test_heads_are_decoded_as_projected_where_that_spills_nothing() -> None:
 @pytest.mark.parametrize(
     ("head_dim", "element_bytes", "capability", "expected"),
     [
-        (128, 2, 90, AttentionLaunch(128, 64, 8, 3)),
-        (80, 2, 90, AttentionLaunch(128, 64, 8, 3)),
-        (128, 2, 80, AttentionLaunch(128, 32, 8, 3)),
-        (128, 2, 89, AttentionLaunch(128, 32, 8, 3)),
+        (128, 2, 90, AttentionLaunch(128, 64, 8, 5)),
+        (80, 2, 90, AttentionLaunch(128, 64, 8, 5)),
+        (128, 2, 80, AttentionLaunch(128, 32, 8, 5)),
+        (128, 2, 89, AttentionLaunch(128, 32, 8, 5)),
+        (64, 2, 90, AttentionLaunch(128, 64, 8, 5)),
         (64, 2, 80, AttentionLaunch(128, 64, 8, 3)),
-        (256, 2, 90, AttentionLaunch(64, 32, 8, 3)),
+        (256, 2, 90, AttentionLaunch(64, 32, 8, 5)),
         (256, 2, 80, AttentionLaunch(64, 32, 8, 2)),
-        (128, 4, 90, AttentionLaunch(16, 16, 8, 1)),
-        (256, 4, 80, AttentionLaunch(16, 16, 8, 1)),
+        (128, 4, 90, AttentionLaunch(16, 16, 8, 1, 255)),
+        (256, 4, 80, AttentionLaunch(16, 16, 8, 1, 255)),
     ],
 )
 def test_prefill_launches_fit_the_head_dim_and_the_gpu(
@@ -132,7 +133,7 @@ def test_a_bound_of_the_longest_row_splits_short_rows_as_finely() -> None:
         (17, 128, 2, 90, AttentionLaunch(64, 64, 4, 3)),
         (64, 128, 2, 80, AttentionLaunch(64, 32, 4, 3)),
         (65, 128, 2, 90, prefill_launch(128, 2, 90)),
-        (400, 256, 2, 90, AttentionLaunch(64, 32, 8, 3)),
+        (400, 256, 2, 90, AttentionLaunch(64, 32, 8, 5)),
         (400, 256, 2, 80, prefill_launch(256, 2, 80)),
         (8, 128, 4, 90, prefill_launch(128, 4, 90)),
         (64, 128, 4, 90, prefill_launch(128, 4, 90)),

@@ -15,7 +15,14 @@ from triton.runtime import driver
 import kernels.triton
 from kernels.dispatch import blas_library_of, launch_class_of, operations
 from kernels.interface import StepShape
-from kernels.triton.attention_launch import AttentionLaunch, DecodeSplits, decode_launch, decode_splits
+from kernels.triton.attention_launch import (
+    AttentionLaunch,
+    DecodeSplits,
+    decode_launch,
+    decode_splits,
+    prefill_launch,
+    shared_prefix_launch,
+)
 from kernels.triton.combine_experts import combine_launch
 from kernels.triton.compilation import launch_class
 from kernels.triton.dense import MANY_ROWS, gate_launch, norm_launch
@@ -266,6 +273,7 @@ TUNED = {
     "grouped_gemm": {"128, 8": {"1": [16, 64, 64, 1, 4, 3], "64": [16, 128, 64, 1, 8, 2]}},
     "decode_attention": {"128": {"tile": 128, "num_warps": 8, "num_stages": 3}},
     "decode_splits": [256, 1024, 4],
+    "prefill_attention": {"128": {"block_m": 64, "tile": 64, "num_warps": 4, "num_stages": 3}},
     "blas_library": "cublaslt",
 }
 
@@ -288,6 +296,10 @@ def test_what_was_measured_on_this_gpu_goes_before_the_rules(tmp_path: Path) -> 
         assert decode_launch(128, 2, 90) == AttentionLaunch(block_m=16, tile=128, num_warps=8, num_stages=3)
         assert decode_launch(64, 2, 90).num_warps == 2  # nothing is tuned for its heads
         assert decode_launch(128, 4, 90).tile == 16  # float32, in which nothing is tuned
+        assert prefill_launch(128, 2, 90) == AttentionLaunch(block_m=64, tile=64, num_warps=4, num_stages=3)
+        assert prefill_launch(128, 2, 90, is_special=True).block_m == prefill_launch(96, 2, 90).block_m == 128
+        assert prefill_launch(128, 4, 90).block_m == 16  # float32
+        assert shared_prefix_launch(65, 128, 2, 90).block_m == 128
         assert decode_splits(1, 100_000, 132) == DecodeSplits(391, 256)
         assert decode_splits(264, 100_000, 132) == DecodeSplits(13, 1024)
         assert decode_splits(264, 5000, 132) == DecodeSplits(5, 1024)

@@ -65,7 +65,7 @@ STAGES = (
     Stage("Qwen3-8B", 45, "decode at 64 and 256"),
     Stage("Qwen3-30B-A3B", 60, "decode at 64 and 256"),
     Stage("kernels", 45, "operations against what the GPU can do and other libraries"),
-    Stage("decode-attention", 40, "tile, stages and splits of decode attention", interpreted=True),
+    Stage("attention", 45, "tiles, stages and splits of attention", interpreted=True),
     Stage("moe-tiles", 20, "tiles of the experts' products", interpreted=True),
     Stage("blas", 5, "cuBLAS or cuBLASLt for products without a bias"),
 )

@@ -33,7 +33,7 @@ from kernels.triton.compilation import compile_ahead
 from tests.benchmarks.gpu import __main__ as benchmark
 from tests.benchmarks.gpu.report import GpuResult, as_json, line
 from tests.benchmarks.gpu.sanitizers import launch_ahead, sanitizers, small_cases
-from tests.benchmarks.gpu.sweeps import NO_GPU, Figures, Place, blas, decode_attention, moe_tiles
+from tests.benchmarks.gpu.sweeps import NO_GPU, Figures, Place, attention, blas, moe_tiles
 from tests.benchmarks.gpu.transformers_peer import CASES, DTYPES, FEW_ROWS, check_parity
 from tests.benchmarks.gpu.workload import Deadline, GpuSizes
 from tests.benchmarks.kernel_inputs import MODELS, Case, ModelShape, Sizes
@@ -332,6 +332,6 @@ STAGES: Mapping[str, Callable[[Place], Figures]] = {
     "Qwen3-30B-A3B": _model("Qwen3-30B-A3B", "decode"),
     "kernels": _kernels,
     "moe-tiles": moe_tiles,
-    "decode-attention": decode_attention,
+    "attention": attention,
     "blas": blas,
 }

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import accumulate
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
@@ -53,6 +54,16 @@ DECODE_SHAPES: Mapping[str, tuple[int, int, int, Sequence[int]]] = {
     "32/8 heads, 64 x 1024": (32, 8, 128, [1024] * 64),
     "32/4 heads, 64 x 1024": (32, 4, 128, [1024] * 64),
     "32/8 heads, 8 x 1024": (32, 8, 128, [1024] * 8),
+}
+PREFILL_LAUNCHES = tuple(
+    {"block_m": rows, "tile": 64, "num_warps": warps, "num_stages": stages}
+    for rows, warps, stages in ((128, 8, 3), (128, 8, 5), (64, 4, 3), (64, 4, 5))
+)
+# Heads, KV heads, dims, lengths of prompts: nano-vllm's workload, a long one, a step full of middling ones.
+PREFILL_SHAPES: Mapping[str, tuple[int, int, int, Sequence[int]]] = {
+    "16/8 heads, 15 of 100 to 992": (16, 8, 128, [100 + 892 * (53 * row % 15) // 14 for row in range(15)]),
+    "32/8 heads, 8 x 1024": (32, 8, 128, [1024] * 8),
+    "32/4 heads, 1 x 8192": (32, 4, 128, [8192]),
 }
 LIBRARIES = ("cublas", "cublaslt")
 PRODUCTS = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (151936, 4096))  # [N, K] of Qwen3-8B
@@ -183,8 +194,15 @@ def _ruled_tile(tokens: int, num_experts: int, top_k: int) -> list[int]:
     return [*tile, found.num_warps, found.num_stages]
 
 
-def decode_attention(place: Place) -> Figures:
-    """Launches and splits together: smaller programs want more of them."""
+def attention(place: Place) -> Figures:
+    """Launches of prefill, then those of decode with splits: smaller programs want more of them."""
+    shapes = {"2 prompts": (2, 1, 16, [5, 70])} if place.is_tiny else PREFILL_SHAPES
+    runs = {name: _prefilling(place, *shape) for name, shape in shapes.items()}
+    launches = PREFILL_LAUNCHES[:1] if place.is_tiny else PREFILL_LAUNCHES
+    tried: dict[str, dict[str, Any]] = {
+        str([*options.values()]): {"prefill_attention": {"128": options}} for options in launches
+    }
+    yield from _kept(place, "prefill_attention", tried, runs)
     shapes = {"2 rows": (2, 1, 16, [5, 70])} if place.is_tiny else DECODE_SHAPES
     runs = {name: _decoding(place, *shape) for name, shape in shapes.items()}
     chosen = [(options, splits) for options in DECODE_LAUNCHES for splits in SPLITS]
@@ -192,34 +210,54 @@ def decode_attention(place: Place) -> Figures:
         f"{[*options.values(), *splits]}": {"decode_attention": {"128": options}, "decode_splits": splits}
         for options, splits in (chosen[:2] if place.is_tiny else chosen)
     }
-    figure = _choose(place, tried, runs)
-    yield {"figure": "decode_attention", **figure}
-    for name, choice in (figure["choice"] or {}).items():
+    yield from _kept(place, "decode_attention", tried, runs)
+
+
+def _kept(
+    place: Place, figure: str, tried: Mapping[str, Mapping[str, Any]], runs: Mapping[str, Callable[[], object]]
+) -> Figures:
+    found = _choose(place, tried, runs)
+    yield {"figure": figure, **found}
+    for name, choice in (found["choice"] or {}).items():
         _keep(place, name, choice)
+
+
+def _prefilling(place: Place, heads: int, kv_heads: int, dim: int, lens: Sequence[int]) -> Callable[[], object]:
+    """A step's attention of whole prompts of so many tokens."""
+    rows, caches = _cached(place, kv_heads, dim, lens, lens)
+    queries = torch.randn(sum(lens), heads, dim, device=place.device, dtype=caches.dtype)
+    return partial(kernels.triton.paged_prefill_attention, queries, caches[0], caches[1], rows, dim**-0.5)
 
 
 def _decoding(place: Place, heads: int, kv_heads: int, dim: int, lens: Sequence[int]) -> Callable[[], object]:
     """A decode step's attention of rows with so many keys, as the engine launches it."""
-    dtype = torch.bfloat16 if place.has_gpu else torch.float16
+    rows, caches = _cached(place, kv_heads, dim, lens, (1,) * len(lens))
+    device, dtype = place.device, caches.dtype
+    positions, slots = last_slots(rows, BLOCK_SIZE)
+    qkv = torch.randn(len(lens), (heads + 2 * kv_heads) * dim, device=device, dtype=dtype)
+    norm, rotations = torch.ones(dim, device=device, dtype=dtype), torch.randn(max(lens), dim, device=device)
+    projected = ProjectedHeads(qkv, (norm, norm, EPS), rotations, positions, caches[0], caches[1], slots)
+    return partial(kernels.triton.store_and_decode, projected, rows, dim**-0.5)
+
+
+def _cached(
+    place: Place, kv_heads: int, dim: int, lens: Sequence[int], query_lens: Sequence[int]
+) -> tuple[AttentionRows, torch.Tensor]:
+    """Rows with so many keys, of which the last are the queries' own, in blocks anywhere, and the caches [2, ...]."""
     num_blocks = [-(-length // BLOCK_SIZE) for length in lens]
     order = iter(torch.randperm(sum(num_blocks)).tolist())
     tables = torch.zeros(len(lens), max(num_blocks), dtype=torch.int32)
     for row, count in enumerate(num_blocks):
         tables[row, :count] = torch.tensor([next(order) for _ in range(count)])
-    device = place.device
+    device, dtype = place.device, torch.bfloat16 if place.has_gpu else torch.float16
     rows = AttentionRows(
         tables.to(device),
-        torch.arange(len(lens) + 1, dtype=torch.int32, device=device),
+        torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32, device=device),
         torch.tensor(lens, dtype=torch.int32, device=device),
-        (1,) * len(lens),
+        tuple(query_lens),
         (max(lens),) * len(lens),
     )
-    positions, slots = last_slots(rows, BLOCK_SIZE)
-    caches = torch.randn(2, sum(num_blocks), BLOCK_SIZE, kv_heads, dim, device=device, dtype=dtype)
-    qkv = torch.randn(len(lens), (heads + 2 * kv_heads) * dim, device=device, dtype=dtype)
-    norm, rotations = torch.ones(dim, device=device, dtype=dtype), torch.randn(max(lens), dim, device=device)
-    projected = ProjectedHeads(qkv, (norm, norm, EPS), rotations, positions, caches[0], caches[1], slots)
-    return partial(kernels.triton.store_and_decode, projected, rows, dim**-0.5)
+    return rows, torch.randn(2, sum(num_blocks), BLOCK_SIZE, kv_heads, dim, device=device, dtype=dtype)
 
 
 def blas(place: Place) -> Figures:

@@ -114,18 +114,22 @@ def test_every_stage_runs_without_a_gpu(tmp_path: Path) -> None:
 
 def test_a_sweep_passes_over_what_does_not_fit_but_not_over_the_rules(tmp_path: Path) -> None:
     def figures(*times_us: float | Exception) -> list[dict[str, Any]]:
-        """Of the sweep over two launches, behind the rules, if they take so long."""
-        timing = mock.patch.object(sweeps.Place, "median_us", side_effect=times_us)
+        """Of the sweep over a launch of prefill, and over two of decode if they and the rules take so long."""
+        timing = mock.patch.object(sweeps.Place, "median_us", side_effect=(5.0, 4.0, *times_us))
         with timing, mock.patch.object(sweeps, "compile_ahead"):
-            return list(stage_figures("decode-attention", "cpu", tmp_path, is_tiny=True))
+            return list(stage_figures("attention", "cpu", tmp_path, is_tiny=True))
 
-    (figure,) = figures(5.0, MemoryError("too large"), 3.0)
+    prefill, figure = figures(5.0, MemoryError("too large"), 3.0)
+    assert (prefill["best"], json.loads((tmp_path / "tuned.json").read_text())["none"].keys()) == (
+        "[128, 64, 8, 3]",
+        {"prefill_attention", "decode_attention", "decode_splits"},
+    )
     assert figure["errors"] == {"[16, 1, 5, 224, 128, 8192, 4]": "MemoryError: too large"}
     assert (figure["best"], figure["choice"]["decode_splits"]) == ("[16, 1, 5, 224, 128, 8192, 2]", (128, 8192, 2))
     with pytest.raises(MemoryError, match="too large"):
         figures(MemoryError("too large"), 5.0, 3.0)
     with mock.patch.object(Deadline, "left_s", 0.0):
-        (late,) = figures(5.0)
+        late = figures()[1]
     assert (late["best"], set(late["errors"].values())) == ("rules", {"not tried: the time is up"})
 
 
