@@ -90,10 +90,11 @@ def decode_launch(
     tiles are in flight while a third is added, so that memory is busy with one while the other is waited for. The block
     table, read ahead of the keys, takes two of the stages. At 128 dims one warp has a block of 16 keys: no warp waits
     for another, and addresses are one number apart. Nine such programs share a multiprocessor of Hopper (20 KiB, 224
-    registers a thread); an H200 reads 4.1 TB/s with them, 3.5 with four warps and 32 keys (DESIGN.md). Of the others,
-    which no GPU has timed but for float8, each has what spills nothing under triton 3.6.0 and 3.7.1: at 64 dims one
-    warp spills up to 16 bytes, with padded heads (80 and 96 to 128 dims) any of one or two warps 8. Capped scores and
-    float8 above 128 dims have one tile in flight, since two spill 8 bytes on sm_90.
+    registers a thread); an H200 reads 4.1 TB/s with them, 3.5 with four warps and 32 keys (DESIGN.md), and with those
+    float8 was slower than bfloat16 (0.76), nine barriers a tile of 32 keys. Of the others, which no GPU has timed, each
+    has what spills nothing under triton 3.6.0 and 3.7.1: at 64 dims one warp spills up to 16 bytes, with padded heads
+    (80 and 96 to 128 dims) any of one or two warps 8. Capped scores and float8 above 128 dims have one tile in flight,
+    since two spill 8 bytes on sm_90.
     """
     if element_bytes == 4:  # exact products without tensor cores: larger ones spill
         return AttentionLaunch(block_m=16, tile=16, num_warps=8, num_stages=1, max_registers=255)
@@ -101,7 +102,7 @@ def decode_launch(
     limit: int | None = 168
     if head_dim < block_d:
         launch = (16, 4, 5) if is_float8 else (64, 4, 3)
-    elif is_special or block_d > 128:
+    elif block_d > 128 or is_capped or (is_float8 and block_d < 128):
         launch = (32, 4, 4 if is_special and block_d > 128 else 5)
         limit = 224 if is_capped else {64: 128, 256: 224}.get(block_d) if is_float8 else None
     else:

@@ -41,7 +41,8 @@ def test_decode_packs_16_heads_and_has_one_warp_at_128_dims() -> None:
         assert decode_launch(64, 2, capability) == AttentionLaunch(16, 32, num_warps=2, num_stages=5, max_registers=168)
         assert decode_launch(256, 2, capability) == WIDE
         assert decode_launch(64, 2, capability, is_capped=True) == replace(WIDE, max_registers=224)
-        assert decode_launch(128, 2, capability, is_float8=True) == WIDE
+        assert decode_launch(128, 2, capability, is_float8=True) == decode_launch(128, 2, capability)
+        assert decode_launch(128, 2, capability, is_capped=True).num_warps == 4
         assert decode_launch(256, 2, capability, is_float8=True) == replace(WIDE, num_stages=4, max_registers=224)
         assert decode_launch(96, 2, capability) == AttentionLaunch(
             16, tile=64, num_warps=4, num_stages=3, max_registers=168
