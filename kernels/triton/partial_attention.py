@@ -85,8 +85,12 @@ def _load_tile(
             blocks = tl.load(block_table_ptr + positions // BLOCK_SIZE).to(tl.int64)
         else:
             blocks = tl.load(block_table_ptr + positions // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
-        offsets = (blocks * stride_cache_block + positions % BLOCK_SIZE * stride_cache_slot)[:, None] + dims[None, :]
-        k_ptrs, v_ptrs = tl.trans(k_head_ptr + offsets), v_head_ptr + offsets
+        offsets = blocks * stride_cache_block + positions % BLOCK_SIZE * stride_cache_slot
+        if k_head_ptr.dtype.element_ty == tl.uint8:  # converted in registers, where shared addresses would spill
+            k_ptrs = k_head_ptr + offsets[None, :] + dims[:, None]
+        else:
+            k_ptrs = tl.trans(k_head_ptr + (offsets[:, None] + dims[None, :]))
+        v_ptrs = v_head_ptr + (offsets[:, None] + dims[None, :])
     if not IS_FULL:
         k = tl.load(k_ptrs, mask=is_key[None, :] & is_dim[:, None], other=0)
         v = tl.load(v_ptrs, mask=is_key[:, None] & is_dim[None, :], other=0)
