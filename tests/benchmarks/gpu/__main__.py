@@ -21,7 +21,7 @@ import triton
 from engine.engine import Engine
 from engine.errors import EngineError
 from settings import parse_assignments
-from tests.benchmarks.gpu.measure import DecodeCells, EngineLoad, run_workload
+from tests.benchmarks.gpu.measure import DecodeCells, EngineLoad, count_workload, run_workload
 from tests.benchmarks.gpu.random_model import MODELS, GpuModel, load_random, random_checkpoint, write_model_directory
 from tests.benchmarks.gpu.report import TRIAL, Figure, GpuResult, as_json, find_goals, goals_table, header, line
 from tests.benchmarks.gpu.transformers_peer import CASES, DTYPES, check_parity, run_transformers
@@ -34,17 +34,19 @@ from tests.benchmarks.gpu.workload import (
     GpuWorkload,
     Limits,
     nano_vllm_workload,
+    prefill_workload,
     shared_prefix_workload,
 )
 from tests.benchmarks.machine import Checkout, GpuTimer, Machine, measure_machine
 from tests.benchmarks.peers.floor import ModelCost
 
-SECTIONS = ("parity", "nano-vllm", "decode", "shared-prefix", "peer")
+SECTIONS = ("parity", "nano-vllm", "decode", "prefill", "shared-prefix", "peer")
 BUDGET_S = 450.0
 DESCRIPTION = """\
 The whole engine on this GPU: parity with transformers on a small checkpoint, then Qwen3-0.6B, 8B and 30B-A3B with
-random weights made in its memory: the nano-vllm and the shared-prefix workload, decode steps by batch size with and
-without CUDA graphs, and transformers' continuous batching beside it. One call takes less than 8 minutes on an H200.
+random weights made in its memory: the nano-vllm and the shared-prefix workload, prompts alone, decode steps by batch
+size with and without CUDA graphs, and transformers' continuous batching beside it. One call takes less than 8 minutes
+on an H200.
 """
 
 PEER_MODEL = "Qwen3-0.6B"
@@ -103,9 +105,9 @@ class _Visit:
 
 # What the goals need comes first, the peer before the steps without graphs.
 WITH_GRAPHS = (
-    _Visit("Qwen3-0.6B", True, ("nano-vllm", "decode", "shared-prefix")),
-    _Visit("Qwen3-8B", True, ("decode", "nano-vllm", "shared-prefix")),
-    _Visit("Qwen3-30B-A3B", True, ("decode", "nano-vllm", "shared-prefix")),
+    _Visit("Qwen3-0.6B", True, ("nano-vllm", "decode", "prefill", "shared-prefix")),
+    _Visit("Qwen3-8B", True, ("decode", "prefill", "nano-vllm", "shared-prefix")),
+    _Visit("Qwen3-30B-A3B", True, ("decode", "prefill", "nano-vllm", "shared-prefix")),
 )
 WITHOUT_GRAPHS = tuple(_Visit(visit.model, False, ("decode",)) for visit in WITH_GRAPHS)
 
@@ -159,11 +161,20 @@ class GpuRun:
         engine, model, limits = slot.get(), self._model(name), self._limits(name)
         if section == "decode":
             yield from DecodeCells(engine, limits, self._sizes, self._deadline).measure()
+        elif section == "prefill":
+            yield from self._prefill(engine, limits)
         elif section == "shared-prefix":
             yield from self._workloads(engine, limits, [shared_prefix_workload(self._sizes)])
         else:
             loads = [nano_vllm_workload(self._sizes, trial) for trial in range(model.num_trials)]
             yield from self._workloads(engine, limits, loads)
+
+    def _prefill(self, engine: Engine, limits: Limits) -> Iterator[Figure]:
+        """Once to warm up, once to time, once to count."""
+        for trial in range(2):
+            found = run_workload(engine, prefill_workload(self._sizes, trial), limits, self._deadline)
+        counts = count_workload(engine, prefill_workload(self._sizes, 2), self._deadline)
+        yield replace(found, counts=counts)
 
     def _workloads(self, engine: Engine, limits: Limits, loads: list[GpuWorkload]) -> Iterator[Figure]:
         run_workload(engine, loads[0].warm_up(self._sizes.max_token_id), limits, self._deadline)

@@ -54,16 +54,16 @@ class Stage:
 
 # Together the budget. What decides whether anything else can be believed comes first, then figures, then choices.
 STAGES = (
-    Stage("machine", 30, "versions, rate of a copy and of a product"),
-    Stage("compile", 55, "every launch, in parallel; registers, spills and shared memory against the kept table"),
+    Stage("machine", 25, "versions, rate of a copy and of a product"),
+    Stage("compile", 50, "every launch, in parallel; registers, spills and shared memory against the kept table"),
     Stage("operations", 90, "every operation against the reference, padding NaN, same bits", True, 4, True),
     Stage("parity", 90, "tiny models against transformers, float32 and bfloat16", True, 4),
     Stage("graphs", 90, "tokens with graphs and without, waits of the host in a step", True, 2),
     Stage("warm-up", 90, "what is compiled after the warm-up: nothing", True),
     Stage("sanitizers", 90, "compute-sanitizer over a small launch of each kernel", True, 1, True),
-    Stage("Qwen3-0.6B", 60, "decode at 64 and 256, nano-vllm's workload"),
-    Stage("Qwen3-8B", 45, "decode at 64 and 256"),
-    Stage("Qwen3-30B-A3B", 60, "decode at 64 and 256"),
+    Stage("Qwen3-0.6B", 60, "decode at 64 and 256, prefill, nano-vllm's workload"),
+    Stage("Qwen3-8B", 50, "decode at 64 and 256, prefill"),
+    Stage("Qwen3-30B-A3B", 60, "decode at 64 and 256, prefill"),
     Stage("kernels", 45, "operations against what the GPU can do and other libraries"),
     Stage("attention", 45, "tiles, stages and splits of attention", interpreted=True),
     Stage("moe-tiles", 20, "tiles of the experts' products", interpreted=True),

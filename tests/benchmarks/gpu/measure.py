@@ -48,6 +48,7 @@ class Throughput:
     num_preemptions: int
     cached_tokens: int  # of the prompts, found in the prefix cache
     limit_s: float
+    counts: StepCounts | None = None  # of its steps, where they were counted in another run of it
 
     @property
     def percent(self) -> float:
@@ -87,6 +88,19 @@ def run_workload(engine: Engine, load: GpuWorkload, limits: Limits, deadline: De
         cached_tokens=after.cached_tokens - before.cached_tokens,
         limit_s=limits.workload_s(load),
     )
+
+
+def count_workload(engine: Engine, load: GpuWorkload, deadline: Deadline) -> StepCounts | None:
+    """Count what the steps of a workload do that prefills alone, and run it to its end. None without a GPU."""
+    for request in load.requests("counted "):
+        engine.add_request(request)
+    num_tokens = sum(map(len, load.prompts))
+    num_steps = -(-num_tokens // engine.settings.engine.max_num_batched_tokens)
+    counts = count_steps(engine.step, num_steps, torch.device(engine.settings.engine.device))
+    while engine.has_unfinished():
+        deadline.check()
+        engine.step()
+    return counts
 
 
 class DecodeCells:

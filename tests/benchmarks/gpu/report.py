@@ -29,7 +29,7 @@ Figure = Parity | EngineLoad | Throughput | DecodeCell | PeerFigures
 
 def header(section: str) -> str:
     """The heading of a section's lines."""
-    columns = {"decode": DECODE_HEADER, "nano-vllm": WORKLOAD_HEADER, "shared-prefix": WORKLOAD_HEADER}
+    columns = {"decode": DECODE_HEADER, **dict.fromkeys(("nano-vllm", "prefill", "shared-prefix"), WORKLOAD_HEADER)}
     return "\n" + _labels(section, "model", "graphs") + columns.get(section, "")
 
 
@@ -85,9 +85,10 @@ def _text(result: GpuResult) -> str:
     if isinstance(figure, DecodeCell):
         return _decode(figure)
     if isinstance(figure, Throughput):
+        idle = "" if figure.counts is None else f"  idle {figure.counts.idle_percent:.1f} %"
         return (
             f"{figure.seconds:7.2f}  {figure.tokens_per_s:12,.0f}  {figure.limit_s:7.2f}  {figure.percent:7.1f}  "
-            f"{figure.num_steps:5}  {figure.num_preemptions:11}  {figure.cached_tokens:13,}"
+            f"{figure.num_steps:5}  {figure.num_preemptions:11}  {figure.cached_tokens:13,}{idle}"
         )
     if isinstance(figure, Parity | EngineLoad):
         return str(figure)

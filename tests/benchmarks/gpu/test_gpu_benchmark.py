@@ -88,9 +88,12 @@ def test_every_section_runs_and_no_figure_of_it_counts(tmp_path: Path, capsys: p
         "load": 3 * 2,  # with and without graphs, which a CPU has not
         "nano-vllm": 3,
         "decode": 3 * 2 * 2,  # models, batches, and the same two
+        "prefill": 3,
         "shared-prefix": 3,
         "peer": 1,
     }
+    prefills = [result for result in results if result["section"] == "prefill"]
+    assert {(r["output_tokens"], r["cached_tokens"], r["counts"]) for r in prefills} == {(2, 0, None)}
     assert {result["holds"] for result in results if result["section"] == "parity"} == {True}
     throughputs = [result for result in results if result["section"] in ("nano-vllm", "peer")]
     assert len({result["output_tokens"] for result in throughputs}) == 1
@@ -155,7 +158,7 @@ def test_nothing_is_begun_once_the_time_is_spent(tmp_path: Path) -> None:
     code, written = run(tmp_path, *TINY, "--budget-s", "0.000001")
     assert code == 1
     errors = [result["error"] for result in written["results"]]
-    assert len(errors) == 2 + 9 + 1 + 3
+    assert len(errors) == 2 + 12 + 1 + 3
     assert {error.split(":")[0] for error in errors} == {"OutOfTime"}
 
 

@@ -97,6 +97,14 @@ def shared_prefix_workload(sizes: GpuSizes) -> GpuWorkload:
     return GpuWorkload("shared-prefix", prompts, counts, 0.0, sizes.shared_tokens)
 
 
+def prefill_workload(sizes: GpuSizes, trial: int = 0) -> GpuWorkload:
+    """Prompts of one length that share nothing and get one token each. Trials have other tokens."""
+    generator = random.Random(f"prefill {trial}")
+    count, length = sizes.prefill_prompts
+    prompts = tuple(tuple(_tokens(generator, length, sizes.max_token_id)) for _ in range(count))
+    return GpuWorkload("prefill", prompts, (1,) * count, 0.0)
+
+
 def decode_workload(sizes: GpuSizes, batch: int) -> GpuWorkload:
     """Prompts of one length that share nothing, greedy, that do not end before they were measured."""
     generator = random.Random("decode")
@@ -119,6 +127,7 @@ class GpuSizes:
     shared_tokens: int = 2000
     own_tokens: int = 200
     shared_max_tokens: int = 100
+    prefill_prompts: tuple[int, int] = (32, 1024)  # how many, of how many tokens
     # Decode: one batch after the other, the largest first; the next one goes on with some of its requests. At 64 the
     # context is then 1024 tokens on average.
     batches: tuple[int, ...] = (256, 64, 16, 1)
@@ -153,6 +162,7 @@ class GpuSizes:
             shared_tokens=32,
             own_tokens=5,
             shared_max_tokens=3,
+            prefill_prompts=(2, 20),
             batches=(3, 1),
             decode_prompt_tokens=20,
             warm_steps=1,
