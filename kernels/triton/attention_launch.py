@@ -49,7 +49,9 @@ class AttentionLaunch:
     block_m: int  # (query, head of the group) pairs of a program: the M of its matrix products
     tile: int  # keys of one step of its loop
     num_warps: int
-    num_stages: int  # steps in flight; reading the block table ahead of the keys takes one
+    num_stages: (
+        int  # half of them, rounded up, are steps whose keys are in memory: the block table is read ahead of keys
+    )
     # Of a thread, at most. None: ptxas chooses, and may spill 8 bytes to fit one more program on a multiprocessor.
     max_registers: int | None = None
 
@@ -87,14 +89,14 @@ def decode_launch(
     cache is, beside queries of element_bytes.
 
     16 packed heads, the smallest M, since decode waits for memory and not for products. The keys and values of two
-    tiles are in flight while a third is added, so that memory is busy with one while the other is waited for. The block
-    table, read ahead of the keys, takes two of the stages. At 128 dims one warp has a block of 16 keys: no warp waits
-    for another, and addresses are one number apart. Nine such programs share a multiprocessor of Hopper (20 KiB, 224
-    registers a thread); an H200 reads 4.1 TB/s with them, 3.5 with four warps and 32 keys (DESIGN.md), and with those
-    float8 was slower than bfloat16 (0.76), nine barriers a tile of 32 keys. Of the others, which no GPU has timed, each
-    has what spills nothing under triton 3.6.0 and 3.7.1: at 64 dims one warp spills up to 16 bytes, with padded heads
-    (80 and 96 to 128 dims) any of one or two warps 8. Capped scores and float8 above 128 dims have one tile in flight,
-    since two spill 8 bytes on sm_90.
+    tiles are in flight while a third is added, so that memory is busy with one while the other is waited for. The
+    block table, read ahead of the keys, takes two of the stages. At 128 dims one warp has a block of 16 keys: no
+    warp waits for another, and addresses are one number apart. Nine such programs share a multiprocessor of Hopper
+    (20 KiB, 224 registers a thread); an H200 reads 4.1 TB/s with them, 3.5 with four warps and 32 keys (DESIGN.md),
+    and with those float8 was slower than bfloat16 (0.76), nine barriers a tile of 32 keys; with one warp no GPU has
+    timed it. Nor has one the others, each of which has what spills nothing under triton 3.6.0 and 3.7.1: at 64 dims
+    one warp spills up to 16 bytes, with padded heads (80 and 96 to 128 dims) any of one or two warps 8. Capped
+    scores and float8 above 128 dims have one tile in flight, since two spill 8 bytes on sm_90.
     """
     if element_bytes == 4:  # exact products without tensor cores: larger ones spill
         return AttentionLaunch(block_m=16, tile=16, num_warps=8, num_stages=1, max_registers=255)
@@ -168,9 +170,9 @@ def shared_prefix_launch(num_pairs: int, head_dim: int, element_bytes: int, capa
     """Launch of the kernel over shared keys, for head_dim up to 256.
 
     num_pairs: (query, head of the group) pairs of the largest group; capability: as of `prefill_launch`.
-    As few rows as hold them all, so that each key is read once, but 128 at most: 16 as decode, 128 as prefill, and 64
-    at 4 warps, two programs a multiprocessor (at 128 dims up to 254 registers and 81 KiB on sm_90, 198 and 37 KiB on
-    sm_80). At 256 dims 128 rows spill 128 bytes on sm_90.
+    As few rows as hold them all, so that each key is read once, but 128 at most: 16 as decode, 128 as prefill by
+    the rules, and 64 at 4 warps, two programs a multiprocessor (at 128 dims up to 254 registers and 81 KiB on
+    sm_90, 198 and 37 KiB on sm_80). At 256 dims 128 rows spill 128 bytes on sm_90.
     """
     launch = prefill_launch(head_dim, element_bytes, capability, is_special=True)
     if element_bytes == 4:

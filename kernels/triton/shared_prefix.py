@@ -107,7 +107,7 @@ def plan_prefill(q: torch.Tensor, num_kv_heads: int, rows: AttentionRows) -> Sha
 
     def make() -> SharedPrefixPlan | None:
         options = (head_dim, q.element_size(), compute_capability())
-        block_m, groups, max_pairs = prefill_launch(*options).block_m, [], _MIN_CHUNK_PAIRS
+        block_m, groups, max_pairs = prefill_launch(*options, is_special=True).block_m, [], _MIN_CHUNK_PAIRS
         for group in rows.prefix_groups:
             query_lens = rows.query_lens[group.first_row : group.first_row + group.num_rows]
             num_pairs = [query_len * heads_per_kv_head for query_len in query_lens]

@@ -14,8 +14,9 @@ import torch
 
 import kernels.triton
 from kernels.dispatch import operation_names
+from kernels.triton.attention_launch import AttentionLaunch
 from tests.benchmarks.gpu import first_contact, sweeps
-from tests.benchmarks.gpu.first_contact import STAGES, FirstContact, rounds, share_of_cores
+from tests.benchmarks.gpu.first_contact import BUDGET_S, STAGES, FirstContact, rounds, share_of_cores
 from tests.benchmarks.gpu.sanitizers import INSTALLED, ToolRun, small_cases, tool_command
 from tests.benchmarks.gpu.stages import stage_figures
 from tests.benchmarks.gpu.sweeps import Place
@@ -131,6 +132,16 @@ def test_a_sweep_passes_over_what_does_not_fit_but_not_over_the_rules(tmp_path: 
     with mock.patch.object(Deadline, "left_s", 0.0):
         late = figures()[1]
     assert (late["best"], set(late["errors"].values())) == ("rules", {"not tried: the time is up"})
+
+
+def test_what_is_tried_of_attention_is_what_its_launches_read() -> None:
+    rows = {AttentionLaunch(**options).block_m for options in sweeps.PREFILL_LAUNCHES}
+    tiles = {AttentionLaunch(16, **options).tile for options in sweeps.DECODE_LAUNCHES}
+    assert (rows, tiles) == ({64, 128}, {16, 32, 128})
+
+
+def test_all_stages_together_have_the_budget() -> None:
+    assert sum(max(stage.limit_s for stage in stages) for stages in rounds(STAGES)) == BUDGET_S
 
 
 def test_operations_are_tried_in_cases_that_launch_every_kernel() -> None:

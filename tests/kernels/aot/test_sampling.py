@@ -50,6 +50,7 @@ def test_what_is_specified_to_the_bit_has_no_fused_multiply_add(compiled: list[C
     assert len(exact) >= 2
     for kernel in exact:
         assert not FUSED_MULTIPLY_ADD.search(kernel.ptx), kernel
+        assert "div.rn.f32" in kernel.ptx, kernel
 
 
 def test_loops_over_a_row_copy_16_bytes_a_thread_ahead(compiled: list[CompiledKernel]) -> None:

@@ -122,6 +122,16 @@ def test_the_best_score_wins_over_a_higher_bound(device: torch.device) -> None:
     assert chosen_of(logits, (torch.ones(150), seeds, positions), range(0), device) == drawn.tolist()
 
 
+@pytest.mark.parametrize("logit", [3e6, 5e6, 1e9, -3e38])
+def test_of_scores_that_are_rounded_to_one_the_first_wins(logit: float, device: torch.device) -> None:
+    """Below 1e7 bounds are rounded apart where scores are not, in some of these rows; far above all are one."""
+    seeds = torch.tensor([0, 4, 16, 23, 46, 92, 100, 115, 120])
+    logits, positions = torch.full((9, 16), logit), torch.zeros(9, dtype=torch.int64)
+    drawn = draw(logits, seeds, positions, device)
+    assert drawn == cpu.gumbel_argmax(logits, seeds, positions).tolist()
+    assert (drawn == [0] * 9) == (abs(logit) > 1e8)
+
+
 @pytest.mark.parametrize("spread", [0.0, 1.0, 8.0, 300.0])
 @pytest.mark.parametrize("vocab", [1, 37, 700])
 def test_draws_are_those_of_the_reference(vocab: int, spread: float, device: torch.device) -> None:
