@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from kernels import gumbel_noise as spec
@@ -37,7 +35,18 @@ def choose_tokens(
     positions: torch.Tensor,
 ) -> torch.Tensor:
     """See `Operations.choose_tokens`."""
-    return choose_tokens_by(best_known, logits.float(), is_known, (temperatures, seeds, positions))
+    logits = logits.float()
+    chosen = best_known(logits, is_known)
+    drawn = (temperatures > 0).nonzero().squeeze(1)
+    if not drawn.shape[0]:
+        return chosen
+    scores = logits if drawn.shape[0] == logits.shape[0] else logits.index_select(0, drawn)
+    scores.index_fill_(1, is_known.logical_not().nonzero().squeeze(1), -torch.inf)
+    scores -= scores.gather(1, chosen[0].index_select(0, drawn).unsqueeze(1))
+    temperatures, seeds, positions = (each.index_select(0, drawn) for each in (temperatures, seeds, positions))
+    chosen[0].index_copy_(0, drawn, gumbel_argmax(scores.div_(temperatures.unsqueeze(1)), seeds, positions))
+    chosen[1] = torch.where(chosen[1] < 0, -1, chosen[0])
+    return chosen
 
 
 def best_known(logits: torch.Tensor, is_known: torch.Tensor) -> torch.Tensor:
@@ -52,26 +61,6 @@ def best_known(logits: torch.Tensor, is_known: torch.Tensor) -> torch.Tensor:
     is_sound &= logits.gather(1, token_ids.unsqueeze(1)).isfinite().squeeze(1)
     logits.index_copy_(1, unknown, of_unknown)
     return torch.stack((token_ids, torch.where(is_sound, token_ids, -1)))
-
-
-def choose_tokens_by(
-    find_best: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    logits: torch.Tensor,
-    is_known: torch.Tensor,
-    draws: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-) -> torch.Tensor:
-    """`choose_tokens` by another `best_known`. draws: temperatures, seeds and positions, each [N]."""
-    chosen = find_best(logits, is_known)
-    drawn = (draws[0] > 0).nonzero().squeeze(1)
-    if not drawn.shape[0]:
-        return chosen
-    scores = logits if drawn.shape[0] == logits.shape[0] else logits.index_select(0, drawn)
-    scores = scores.float().index_fill_(1, is_known.logical_not().nonzero().squeeze(1), -torch.inf)
-    scores -= scores.gather(1, chosen[0].index_select(0, drawn).unsqueeze(1))
-    temperatures, seeds, positions = (tensor.index_select(0, drawn) for tensor in draws)
-    chosen[0].index_copy_(0, drawn, gumbel_argmax(scores.div_(temperatures.unsqueeze(1)), seeds, positions))
-    chosen[1] = torch.where(chosen[1] < 0, -1, chosen[0])
-    return chosen
 
 
 def _draw(logits: torch.Tensor, key: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:

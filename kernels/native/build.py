@@ -89,12 +89,13 @@ def build(target: Path, extra_flags: Sequence[str] = ()) -> None:
     compiler = find_compiler()
     variants = X86_VARIANTS if platform.machine() in ("x86_64", "AMD64") else OTHER_VARIANTS
     with tempfile.TemporaryDirectory() as folder:
-        objects = [Path(folder, f"{name}.o") for name in (*variants, "dispatch")]
+        objects = [Path(folder, f"{name}.o") for name in (*variants, "dispatch", "noise")]
         commands = [
             [*FLAGS, *flags, f"-DVARIANT={name}", "-c", str(SOURCES / "kernels.cpp")]
             for name, flags in variants.items()
         ]
         commands.append([*FLAGS, "-c", str(SOURCES / "dispatch.cpp")])
+        commands.append([*FLAGS, "-ffp-contract=off", "-c", str(SOURCES / "noise.cpp")])
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             steps = zip(commands, objects, strict=True)
             jobs = [pool.submit(_run, [compiler, *step, *extra_flags, "-o", str(made)]) for step, made in steps]

@@ -199,6 +199,23 @@ class ArgmaxArgs(Structure):
     )
 
 
+class DrawArgs(Structure):
+    """See src/api.h."""
+
+    _fields_ = (
+        ("logits", c_void_p),
+        ("stride", c_int64),
+        ("rows", c_int64),
+        ("width", c_int64),
+        ("is_known", c_void_p),
+        ("temperatures", c_void_p),
+        ("seeds", c_void_p),
+        ("positions", c_void_p),
+        ("ids", c_void_p),
+        ("is_float", c_int64),
+    )
+
+
 class Kernels(Structure):
     """The functions of one variant. See src/api.h."""
 
@@ -214,13 +231,14 @@ class Kernels(Structure):
         ("combine", ctypes.CFUNCTYPE(None, POINTER(CombineArgs))),
         ("route", ctypes.CFUNCTYPE(None, POINTER(RouteArgs))),
         ("argmax", ctypes.CFUNCTYPE(None, POINTER(ArgmaxArgs))),
+        ("draw", ctypes.CFUNCTYPE(None, POINTER(DrawArgs))),
     )
 
 
 # What crosses the border to C++; src/dispatch.cpp has them in the same order.
 STRUCTURES = (
     *(GemmArgs, PackArgs, NormArgs, RopeArgs, AttentionArgs),
-    *(SiluArgs, CombineArgs, RouteArgs, ArgmaxArgs, Kernels),
+    *(SiluArgs, CombineArgs, RouteArgs, ArgmaxArgs, DrawArgs, Kernels),
 )
 
 

@@ -11,10 +11,9 @@ from typing import ClassVar
 import torch
 
 from kernels import cpu
-from kernels.cpu.gumbel import choose_tokens_by
+from kernels.native import sampling
 from kernels.native.attention import is_attended, paged_attention
 from kernels.native.library import (
-    ArgmaxArgs,
     CombineArgs,
     Kernels,
     NormArgs,
@@ -242,23 +241,18 @@ class NativeOperations:
 
     def argmax(self, logits: Tensor) -> Tensor:
         """See `Operations.argmax`; bfloat16 too. A NaN counts as the largest, as in `torch.argmax`."""
-        return self._best(logits, None)[0] if logits.dtype in DTYPES else cpu.argmax(logits)
+        if logits.dtype not in DTYPES:
+            return cpu.argmax(logits)
+        return sampling.most_likely(self._kernels, _rows(logits), None)[0]
 
-    def _best(self, logits: Tensor, is_known: Tensor | None) -> Tensor:
-        """What `choose_tokens` answers where all temperatures are 0. is_known: [V]; None: all tokens are."""
+    def gumbel_argmax(self, logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+        """See `Operations.gumbel_argmax`; bfloat16 too."""
+        if logits.dtype not in DTYPES:
+            return cpu.gumbel_argmax(logits, seeds, positions)
         rows = _rows(logits)
-        ids = torch.empty(2, rows.shape[0], dtype=torch.int64)
-        args = ArgmaxArgs(
-            logits=rows.data_ptr(),
-            stride=rows.stride(0),
-            rows=rows.shape[0],
-            width=rows.shape[1],
-            is_known=pointer(is_known),
-            ids=ids.data_ptr(),
-            is_float=rows.dtype is torch.float32,
-        )
-        self._kernels.argmax(byref(args))
-        return ids
+        ids = sampling.most_likely(self._kernels, rows, None)
+        sampling.draw(self._kernels, rows, None, (None, seeds, positions), ids)
+        return ids[0]
 
     def choose_tokens(
         self, logits: Tensor, is_known: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor
@@ -266,7 +260,10 @@ class NativeOperations:
         """See `Operations.choose_tokens`."""
         if logits.dtype not in DTYPES:
             return cpu.choose_tokens(logits, is_known, temperatures, seeds, positions)
-        return choose_tokens_by(self._best, logits, is_known.contiguous(), (temperatures, seeds, positions))
+        rows, is_known = _rows(logits), is_known.contiguous()
+        ids = sampling.most_likely(self._kernels, rows, is_known)
+        sampling.draw(self._kernels, rows, is_known, (temperatures, seeds, positions), ids)
+        return ids
 
     def route_and_sort(self, router_logits: Tensor, top_k: int, *, renormalise: bool) -> tuple[Tensor, ExpertLayout]:
         """See `Operations.route_and_sort`."""
@@ -312,7 +309,6 @@ class NativeOperations:
     paged_prefill_attention = staticmethod(cpu.paged_prefill_attention)
     apply_penalties = staticmethod(cpu.apply_penalties)
     mask_top_k_top_p_min_p = staticmethod(cpu.mask_top_k_top_p_min_p)
-    gumbel_argmax = staticmethod(cpu.gumbel_argmax)
 
 
 class Avx512Operations(NativeOperations):

@@ -145,6 +145,19 @@ struct ArgmaxArgs {
     int64_t is_float;
 };
 
+struct DrawArgs {
+    const void* logits;  // [rows, width], rows `stride` apart
+    int64_t stride;
+    int64_t rows;
+    int64_t width;
+    const uint8_t* is_known;  // as of ArgmaxArgs
+    const float* temperatures;  // [rows], 0: no draw; null: 1, and the largest logit is not taken off before noise is added
+    const int64_t* seeds;  // [rows]
+    const int64_t* positions;  // [rows]
+    int64_t* ids;  // [2, rows], as `argmax` left them; those of sound rows with a draw become the drawn token's
+    int64_t is_float;
+};
+
 struct Kernels {  // one variant's
     const char* name;
     void (*pack_weight)(const void* weight, int64_t n, int64_t k, void* packed);
@@ -157,4 +170,5 @@ struct Kernels {  // one variant's
     void (*combine)(const CombineArgs*);
     void (*route)(const RouteArgs*);
     void (*argmax)(const ArgmaxArgs*);
+    void (*draw)(const DrawArgs*);
 };

@@ -157,6 +157,41 @@ def test_argmax_takes_the_lower_of_equals_and_sees_nan(ops: Operations, vocab_si
     assert ops.argmax(logits[:0]).tolist() == []
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab_size", [1, 15, 17, 1000, 32_768])
+@pytest.mark.parametrize("spread", [0.0, 1.0, 40.0, 1e4])
+def test_draws_are_those_of_pytorch_to_the_bit(
+    ops: Operations, spread: float, vocab_size: int, dtype: torch.dtype
+) -> None:
+    logits = randn(12, vocab_size, dtype=dtype, seed=vocab_size) * spread
+    logits[3, 1:] = -torch.inf
+    seeds, positions = torch.arange(12) * 2**33 - 5, torch.arange(12) * 2**31
+    temperatures = torch.tensor([1.0, 0.7, 0.0, 1.3, 2.0, 1e-3, 0.1, 0.3, 0.9, 1e-5, 1.0, 0.5])
+    is_known = torch.arange(vocab_size) % 7 != 3
+    draws = (is_known, temperatures, seeds, positions)
+    chosen = ops.choose_tokens(in_poison(logits), *draws)
+    assert chosen.tolist() == cpu.choose_tokens(logits.float(), *draws).tolist()
+    drawn = ops.gumbel_argmax(in_poison(logits), seeds, positions)
+    assert drawn.tolist() == cpu.gumbel_argmax(logits.float(), seeds, positions).tolist()
+
+
+@pytest.mark.parametrize("logit", [3e6, 5e6, 1e9, -3e38])
+def test_of_scores_that_are_rounded_to_one_the_first_is_drawn(ops: Operations, logit: float) -> None:
+    seeds = torch.tensor([0, 4, 16, 23, 46, 92, 100, 115, 120])
+    logits, positions = torch.full((9, 40), logit), torch.zeros(9, dtype=torch.int64)
+    drawn = ops.gumbel_argmax(logits, seeds, positions)
+    assert drawn.tolist() == cpu.gumbel_argmax(logits, seeds, positions).tolist()
+    assert (not drawn.any()) == (abs(logit) > 1e8)
+
+
+def test_a_token_far_below_the_best_may_be_drawn(ops: Operations) -> None:
+    """Seed, position and tokens were searched for: token 2460 draws 22.18, the most there is, and token 2 -1.83."""
+    logits = torch.full((2, 2500), -60.0)
+    logits[:, 2], logits[:, 2460] = 0.0, torch.tensor([-23.9, -24.1])
+    draws = (torch.ones(2), torch.full((2,), 16_141_018), torch.full((2,), 7))
+    assert ops.choose_tokens(logits, torch.ones(2500, dtype=torch.bool), *draws)[1].tolist() == [2460, 2]
+
+
 def routed_to(num_tokens: int, num_experts: int, top_k: int) -> tuple[RoutedExperts, ExpertLayout]:
     routed = reference.route_topk(randn(num_tokens, num_experts, seed=3), top_k, renormalise=True)
     return routed, reference.sort_tokens_by_expert(routed.expert_ids, num_experts)

@@ -1,0 +1,117 @@
+// Draws tokens by Gumbel-max: kernels/gumbel_noise.py to the bit.
+//
+// Each score is bounded first, for a fifth of its instructions; a token's own score is computed where the bound is above
+// the best so far, some ten times a row.
+#pragma once
+#include "noise.h"
+#include "rows.h"
+
+namespace VARIANT {
+
+constexpr uint32_t MIX_FIRST = 0x7feb352d, MIX_SECOND = 0x846ca68b, TOKEN_STEP = 0x9e3779b1;
+constexpr uint32_t KEY_START_FIRST = 0x9e3779b9, KEY_START_SECOND = 0x243f6a88;
+constexpr float MAX_NOISE = 22.19f;
+
+template <class U>
+inline U mix(U x) {
+    x = (x ^ (x >> 16)) * MIX_FIRST;
+    x = (x ^ (x >> 15)) * MIX_SECOND;
+    return x ^ (x >> 16);
+}
+
+struct DrawKeys {
+    uint32_t first, second;
+
+    static uint32_t key(uint32_t start, uint64_t seed, uint64_t position) {
+        uint32_t key = mix(start + (uint32_t)seed);
+        key = mix(key ^ (uint32_t)(seed >> 32));
+        key = mix(key + (uint32_t)position);
+        return mix(key ^ (uint32_t)(position >> 32));
+    }
+
+    DrawKeys(uint64_t seed, uint64_t position)
+        : first(key(KEY_START_FIRST, seed, position)), second(key(KEY_START_SECOND, seed, position)) {}
+
+    template <class U>
+    U bits(U tokens) const {
+        return mix(mix(first + tokens * TOKEN_STEP) ^ second);
+    }
+};
+
+inline f32x16 to_floats(u32x16 x) {  // below 2^31
+#ifdef __AVX512F__
+    return (f32x16)_mm512_cvtepi32_ps((__m512i)x);
+#else
+    return __builtin_convertvector((i32x16)x, f32x16);
+#endif
+}
+
+// Bit i: x[i] >= least.
+inline uint32_t at_least(f32x16 x, float least) {
+#ifdef __AVX512F__
+    return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(least), _CMP_GE_OQ);
+#else
+    const i32x16 is_so = x >= splat(least);
+    uint32_t found = 0;
+    for (int64_t lane = 0; lane < LANES; lane++) found |= (uint32_t)(is_so[lane] & 1) << lane;
+    return found;
+#endif
+}
+
+// Above the noise of these bits, by 0.09 at most where that is above 3: -log(v) for -log(-log(1 - v)), and for log2 of a
+// float its bits read as a number, a line from each power of two to the next. 1e-4 are for roundings, a score's too.
+inline f32x16 noise_bound(u32x16 bits) {
+    constexpr float LN2 = 0.693147181f;
+    const f32x16 random = to_floats(bits >> 1) + 0.5f;  // 2^31 v
+    return ((31 + 127) * LN2 + 1e-4f) - to_floats((u32x16)random) * (LN2 / (1 << 23));
+}
+
+// A row's logits over the temperature, less the largest where there is one, and its noise.
+template <class T>
+struct Scores {
+    const T* logits;
+    const uint8_t* is_known;  // null: all are
+    float top;
+    float temperature;
+    DrawKeys keys;
+
+    float of(int64_t token) const {
+        return (widen(logits[token]) - top) / temperature + millrace_gumbel_noise(keys.bits((uint32_t)token));
+    }
+
+    // The token of the highest score, of equals the lowest; best: any known one, better a likely one.
+    int64_t highest(int64_t width, int64_t best) const {
+        constexpr float INF = std::numeric_limits<float>::infinity();
+        const u32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        const float factor = std::min(1 / temperature, 3e38f);  // times 0 it is 0
+        float score = of(best);
+        for_vectors(width, [&](int64_t i, int64_t n) {
+            f32x16 x = (load(logits + i, n) - top) * factor;
+            if (is_known) x = known(is_known + i, n) ? x : splat(-INF);
+            for (int64_t lane = n; lane < LANES; lane++) x[lane] = -INF;
+            if (!at_least(x, score - MAX_NOISE)) return;
+            const f32x16 bounds = x + noise_bound(keys.bits(lanes + (uint32_t)i));
+            for (uint32_t open = at_least(bounds, score); open; open &= open - 1) {
+                const int64_t token = i + __builtin_ctz(open);
+                const float found = of(token);
+                if (found > score || (found == score && token < best)) best = token, score = found;
+            }
+        });
+        return best;
+    }
+};
+
+template <class T>
+void draw(const DrawArgs& g) {
+#pragma omp parallel for schedule(dynamic) if (g.rows * g.width >= PARALLEL_ELEMENTS)
+    for (int64_t r = 0; r < g.rows; r++) {
+        const float temperature = g.temperatures ? g.temperatures[r] : 1;
+        if (temperature == 0 || g.ids[g.rows + r] < 0) continue;
+        const T* logits = (const T*)g.logits + r * g.stride;
+        const float top = g.temperatures ? widen(logits[g.ids[r]]) : 0;
+        const DrawKeys keys(g.seeds[r], g.positions[r]);
+        g.ids[r] = g.ids[g.rows + r] = Scores<T>{logits, g.is_known, top, temperature, keys}.highest(g.width, g.ids[r]);
+    }
+}
+
+}  // namespace VARIANT
