@@ -184,6 +184,16 @@ def test_of_scores_that_are_rounded_to_one_the_first_is_drawn(ops: Operations, l
     assert (not drawn.any()) == (abs(logit) > 1e8)
 
 
+def test_logits_are_divided_by_the_temperature_and_rounded_once(ops: Operations) -> None:
+    """Found by a search: a product with 1 / temperature is off by one unit in the last place, and decides otherwise."""
+    seeds = torch.tensor([16, 21, 27, 29, 32, 43])
+    temperatures = torch.tensor([0.9, 0.3, 1.3, 1.3, 1.3, 0.7])
+    below = ("0x1.e01654p-2", "0x1.8ac3e2p-5", "0x1.315730p+0", "0x1.0f2816p+1", "0x1.055548p+2", "0x1.ce6244p-2")
+    logits = torch.tensor([[0.0, -float.fromhex(text)] for text in below])
+    draws = (torch.ones(2, dtype=torch.bool), temperatures, seeds, torch.zeros(6, dtype=torch.int64))
+    assert ops.choose_tokens(logits, *draws)[1].tolist() == [1, 1, 0, 0, 0, 1]
+
+
 def test_a_token_far_below_the_best_may_be_drawn(ops: Operations) -> None:
     """Seed, position and tokens were searched for: token 2460 draws 22.18, the most there is, and token 2 -1.83."""
     logits = torch.full((2, 2500), -60.0)

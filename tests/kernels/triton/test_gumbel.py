@@ -268,6 +268,16 @@ def test_the_best_token_is_sought_in_all_blocks(device: torch.device) -> None:
     assert min(chosen[2:]) >= 2048
 
 
+def test_logits_are_divided_by_the_temperature_and_rounded_once(device: torch.device) -> None:
+    """Found by a search: a product with 1 / temperature is off by one unit in the last place, and decides otherwise."""
+    seeds = torch.tensor([16, 21, 27, 29, 32, 43])
+    temperatures = torch.tensor([0.9, 0.3, 1.3, 1.3, 1.3, 0.7])
+    below = ("0x1.e01654p-2", "0x1.8ac3e2p-5", "0x1.315730p+0", "0x1.0f2816p+1", "0x1.055548p+2", "0x1.ce6244p-2")
+    logits = torch.tensor([[0.0, -float.fromhex(text)] for text in below])
+    draws = (temperatures, seeds, torch.zeros(6, dtype=torch.int64))
+    assert chosen_of(logits, draws, range(0), device) == [1, 1, 0, 0, 0, 1]
+
+
 def test_a_token_far_below_may_win_over_the_best_of_another_block(device: torch.device) -> None:
     """Seed, position and tokens were searched for: token 2460 draws 22.18, the most there is, and token 2 -1.83."""
     logits = torch.full((3, 2500), -60.0)
