@@ -1,8 +1,10 @@
-"""The noise of `gumbel_argmax`, specified to the bit. Every implementation follows this text; the constants live here.
+"""The noise of `gumbel_argmax`, specified to the bit. Every implementation follows this text; the constants live here,
+and once more in `kernels/native/src/draw.h` and `noise.cpp`.
 
 All integers are 32-bit unsigned with wraparound (signed int32 does as well: only the shifts must be logical). Floats
-are IEEE float32, rounded to nearest even after each operation: no fused multiply-add (in Triton compile with
-`enable_fp_fusion=False`), no library logarithm. So a draw is the same on every device, not merely close.
+are IEEE float32, rounded to nearest even after each operation: no fused multiply-add (Triton's
+`enable_fp_fusion=False`, C++'s `-ffp-contract=off`), no library logarithm. So a draw is the same on every device, not
+merely close.
 
     mix(x):      x ^= x >> 16;  x *= MIX_FIRST;  x ^= x >> 15;  x *= MIX_SECOND;  x ^= x >> 16
                  ("lowbias32" of C. Wellons' hash prospector: a bijection with low avalanche bias)

@@ -36,12 +36,13 @@ def choose_tokens(
 ) -> torch.Tensor:
     """See `Operations.choose_tokens`."""
     logits = logits.float()
-    chosen = best_known(logits, is_known)
+    unknown = is_known.logical_not().nonzero().squeeze(1)
+    chosen = _best_known(logits, unknown)
     drawn = (temperatures > 0).nonzero().squeeze(1)
     if not drawn.shape[0]:
         return chosen
     scores = logits if drawn.shape[0] == logits.shape[0] else logits.index_select(0, drawn)
-    scores.index_fill_(1, is_known.logical_not().nonzero().squeeze(1), -torch.inf)
+    scores.index_fill_(1, unknown, -torch.inf)
     scores -= scores.gather(1, chosen[0].index_select(0, drawn).unsqueeze(1))
     temperatures, seeds, positions = (each.index_select(0, drawn) for each in (temperatures, seeds, positions))
     chosen[0].index_copy_(0, drawn, gumbel_argmax(scores.div_(temperatures.unsqueeze(1)), seeds, positions))
@@ -49,9 +50,10 @@ def choose_tokens(
     return chosen
 
 
-def best_known(logits: torch.Tensor, is_known: torch.Tensor) -> torch.Tensor:
-    """What `Operations.choose_tokens` answers where all temperatures are 0. logits are written and put back."""
-    unknown = is_known.logical_not().nonzero().squeeze(1)
+def _best_known(logits: torch.Tensor, unknown: torch.Tensor) -> torch.Tensor:
+    """What `Operations.choose_tokens` answers where all temperatures are 0. logits are written and put back; unknown:
+    ids, int64.
+    """
     is_sound = torch.ones(logits.shape[0], dtype=torch.bool)
     of_unknown = logits.index_select(1, unknown)
     if unknown.shape[0]:

@@ -86,7 +86,7 @@ def _best_rank(bounds, tokens, row_ptr, top, temperature, seed, position):
         best_score = tl.maximum(best_score, score, propagate_nan=tl.PropagateNan.ALL)
         bounds = tl.where(tokens == token, -float("inf"), bounds)
         # A score that is its bound ends it: what has the same bound has a higher id. So do equal logits of 1e9.
-        bound = tl.where(score == bound, -float("inf"), tl.max(bounds))
+        bound = tl.where((score == bound) & (score < float("inf")), -float("inf"), tl.max(bounds))
     return best
 
 

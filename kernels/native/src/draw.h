@@ -1,7 +1,7 @@
 // Draws tokens by Gumbel-max: kernels/gumbel_noise.py to the bit.
 //
-// Each score is bounded first, for a fifth of its instructions; a token's own score is computed where the bound is above
-// the best so far, some ten times a row.
+// The scores of 16 tokens are bounded first, by a fifth of the instructions of one; a token's own is computed where its
+// bound is not below the best so far, some ten times a row.
 #pragma once
 #include "noise.h"
 #include "rows.h"
@@ -89,7 +89,7 @@ struct Scores {
             f32x16 x = (load(logits + i, n) - top) * factor;
             if (is_known) x = known(is_known + i, n) ? x : splat(-INF);
             for (int64_t lane = n; lane < LANES; lane++) x[lane] = -INF;
-            if (!at_least(x, score - MAX_NOISE)) return;
+            if (!at_least(x + MAX_NOISE, score)) return;
             const f32x16 bounds = x + noise_bound(keys.bits(lanes + (uint32_t)i));
             for (uint32_t open = at_least(bounds, score); open; open &= open - 1) {
                 const int64_t token = i + __builtin_ctz(open);

@@ -184,6 +184,28 @@ def test_of_scores_that_are_rounded_to_one_the_first_is_drawn(ops: Operations, l
     assert (not drawn.any()) == (abs(logit) > 1e8)
 
 
+def test_rows_that_are_not_finite_are_decided_by_their_largest_logit(ops: Operations) -> None:
+    logits = randn(7, 40)
+    logits[0] = -torch.inf
+    logits[1, [30, 12]] = torch.inf
+    logits[2, [9, 3]] = torch.nan
+    logits[3, [3, 9]] = torch.tensor([torch.inf, torch.nan])
+    logits[4, 1:] = -torch.inf
+    seeds, positions = torch.arange(14)[::2], torch.arange(21)[::3]
+    drawn = ops.gumbel_argmax(logits.T.contiguous().T, seeds, positions)
+    assert drawn.tolist() == cpu.gumbel_argmax(logits, seeds, positions).tolist()
+    assert drawn[:5].tolist() == [0, 12, 3, 9, 0]
+
+
+def test_a_finer_logit_ties_with_one_that_takes_up_its_noise(ops: Operations) -> None:
+    """Above 2^23 floats are whole numbers. Token 2460 draws 22.18 (see below), and its score is rounded to 2490's."""
+    logits, draws = torch.zeros(1, 2500), (torch.tensor([16_141_018]), torch.tensor([7]))
+    logits[0, 2490] = 2.0**23 + 12
+    noise = cpu.gumbel.gumbel_noise(16_141_018, 7, torch.tensor([2490]))
+    logits[0, 2460] = logits[0, 2490] + noise - 22.5
+    assert ops.gumbel_argmax(logits, *draws).tolist() == cpu.gumbel_argmax(logits, *draws).tolist() == [2460]
+
+
 def test_logits_are_divided_by_the_temperature_and_rounded_once(ops: Operations) -> None:
     """Found by a search: a product with 1 / temperature is off by one unit in the last place, and decides otherwise."""
     seeds = torch.tensor([16, 21, 27, 29, 32, 43])

@@ -167,16 +167,17 @@ def test_a_masked_token_is_never_drawn(device: torch.device) -> None:
 
 
 def test_rows_that_are_not_finite_are_decided_as_in_the_reference(device: torch.device) -> None:
-    logits = randn(6, 40, seed=4)
+    logits = randn(7, 40, seed=4)
     logits[0] = -torch.inf
     logits[1, [30, 12]] = torch.inf
     logits[2, [9, 3]] = torch.nan
     logits[3, 1:] = -torch.inf
     logits[4, :39] = -torch.inf
-    seeds = torch.full((6,), 1)
-    drawn = draw(logits, seeds, torch.arange(6), device)
-    assert drawn == reference.gumbel_argmax(logits, seeds, torch.arange(6)).tolist()
-    assert drawn[:5] == [0, 12, 3, 0, 39]
+    logits[5, [3, 9]] = torch.tensor([torch.inf, torch.nan])
+    seeds = torch.full((7,), 1)
+    drawn = draw(logits, seeds, torch.arange(7), device)
+    assert drawn == reference.gumbel_argmax(logits, seeds, torch.arange(7)).tolist()
+    assert drawn[:6] == [0, 12, 3, 0, 39, 9]
 
 
 def test_strided_parameters_and_columns_are_read_as_they_are(device: torch.device) -> None:
