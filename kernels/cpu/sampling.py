@@ -83,19 +83,21 @@ def _mask_nucleus(row: torch.Tensor, top_p: float) -> None:
     Only values are sorted, by NumPy: 0.3 ms for 151,936, where torch.sort takes 10.7. Of equal tokens across the edge
     the lower ones stay, as with argmax; transformers' choice among them is arbitrary, because its sort is not stable.
     """
-    tokens = (row != -torch.inf).nonzero().flatten()  # few after top-k
-    if tokens.shape[0] == 0:
+    values = row.numpy()
+    is_present = values != -np.inf
+    num_present = np.count_nonzero(is_present)
+    if num_present == 0:
         return
-    present = row.index_select(0, tokens)
-    values = torch.from_numpy(np.sort(present.numpy()))
-    mass = values.softmax(-1).cumsum(-1)
-    threshold = torch.tensor(1 - top_p, dtype=torch.float32)
-    num_dropped = min(int((mass <= threshold).sum()), values.shape[0] - 1)
-    edge = values[num_dropped]
-    num_kept_equals = int((values[num_dropped:] == edge).sum())
-    equals = (present == edge).nonzero().flatten()[num_kept_equals:]
-    dropped = (present < edge).index_fill_(0, equals, True)
-    row.index_fill_(0, tokens[dropped], -torch.inf)
+    values = np.sort(values[is_present] if 2 * num_present < values.shape[0] else values)[
+        -num_present:
+    ]  # few after top-k
+    mass = torch.from_numpy(values).softmax(-1).cumsum(-1).numpy()
+    num_dropped = min(int(np.searchsorted(mass, np.float32(1 - top_p), side="right")), values.shape[0] - 1)
+    edge = float(values[num_dropped])
+    first, end = (int(np.searchsorted(values, values[num_dropped], side=side)) for side in ("left", "right"))
+    row.masked_fill_(row < edge, -torch.inf)
+    if first < num_dropped:
+        row.index_fill_(0, (row == edge).nonzero().flatten()[end - num_dropped :], -torch.inf)
 
 
 def _mask_min_p(slab: torch.Tensor, min_p: torch.Tensor) -> None:
