@@ -88,9 +88,8 @@ def _mask_nucleus(row: torch.Tensor, top_p: float) -> None:
     num_present = np.count_nonzero(is_present)
     if num_present == 0:
         return
-    values = np.sort(values[is_present] if 2 * num_present < values.shape[0] else values)[
-        -num_present:
-    ]  # few after top-k
+    are_few = 2 * num_present < values.shape[0]  # as after top-k
+    values = np.sort(values[is_present] if are_few else values)[-num_present:]
     mass = torch.from_numpy(values).softmax(-1).cumsum(-1).numpy()
     num_dropped = min(int(np.searchsorted(mass, np.float32(1 - top_p), side="right")), values.shape[0] - 1)
     edge = float(values[num_dropped])

@@ -49,9 +49,7 @@ class AttentionLaunch:
     block_m: int  # (query, head of the group) pairs of a program: the M of its matrix products
     tile: int  # keys of one step of its loop
     num_warps: int
-    num_stages: (
-        int  # half of them, rounded up, are steps whose keys are in memory: the block table is read ahead of keys
-    )
+    num_stages: int  # half of them, rounded up, are tiles in memory: the block table is read ahead of the keys
     # Of a thread, at most. None: ptxas chooses, and may spill 8 bytes to fit one more program on a multiprocessor.
     max_registers: int | None = None
 
