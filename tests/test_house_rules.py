@@ -20,8 +20,8 @@ BANNED_NAMES = {"utils.py", "misc.py", "common.py", "helpers.py"}
 DOCSTRING_ONLY = ("kernels", "engine", "engine/*", "worker", "worker/*")  # settings and each device's kernels export
 
 MAX_FILE_LINES = 450
-MAX_MODULES = 261  # one of which holds only names
-MAX_CODE_LINES = 50_755
+MAX_MODULES = 260  # one of which holds only names
+MAX_CODE_LINES = 50_680
 MAX_TEST_FILES = 242
 MAX_OTHER_TEST_FILES = 80
 # Lines -> the share of modules that may be shorter: a small file is opened for next to nothing.

@@ -185,7 +185,7 @@ class RouteArgs(Structure):
     )
 
 
-class ArgmaxArgs(Structure):
+class ChooseArgs(Structure):
     """See src/api.h."""
 
     _fields_ = (
@@ -194,23 +194,9 @@ class ArgmaxArgs(Structure):
         ("rows", c_int64),
         ("width", c_int64),
         ("is_known", c_void_p),
-        ("ids", c_void_p),
-        ("is_float", c_int64),
-    )
-
-
-class DrawArgs(Structure):
-    """See src/api.h."""
-
-    _fields_ = (
-        ("logits", c_void_p),
-        ("stride", c_int64),
-        ("rows", c_int64),
-        ("width", c_int64),
-        ("is_known", c_void_p),
-        ("temperatures", c_void_p),
         ("seeds", c_void_p),
         ("positions", c_void_p),
+        ("temperatures", c_void_p),
         ("ids", c_void_p),
         ("is_float", c_int64),
     )
@@ -230,15 +216,14 @@ class Kernels(Structure):
         ("silu_and_mul", ctypes.CFUNCTYPE(None, POINTER(SiluArgs))),
         ("combine", ctypes.CFUNCTYPE(None, POINTER(CombineArgs))),
         ("route", ctypes.CFUNCTYPE(None, POINTER(RouteArgs))),
-        ("argmax", ctypes.CFUNCTYPE(None, POINTER(ArgmaxArgs))),
-        ("draw", ctypes.CFUNCTYPE(None, POINTER(DrawArgs))),
+        ("choose", ctypes.CFUNCTYPE(None, POINTER(ChooseArgs))),
     )
 
 
 # What crosses the border to C++; src/dispatch.cpp has them in the same order.
 STRUCTURES = (
     *(GemmArgs, PackArgs, NormArgs, RopeArgs, AttentionArgs),
-    *(SiluArgs, CombineArgs, RouteArgs, ArgmaxArgs, DrawArgs, Kernels),
+    *(SiluArgs, CombineArgs, RouteArgs, ChooseArgs, Kernels),
 )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from ctypes import byref
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -11,9 +11,9 @@ from typing import ClassVar
 import torch
 
 from kernels import cpu
-from kernels.native import sampling
 from kernels.native.attention import is_attended, paged_attention
 from kernels.native.library import (
+    ChooseArgs,
     CombineArgs,
     Kernels,
     NormArgs,
@@ -241,18 +241,13 @@ class NativeOperations:
 
     def argmax(self, logits: Tensor) -> Tensor:
         """See `Operations.argmax`; bfloat16 too. A NaN counts as the largest, as in `torch.argmax`."""
-        if logits.dtype not in DTYPES:
-            return cpu.argmax(logits)
-        return sampling.most_likely(self._kernels, _rows(logits), None)[0]
+        return self._choose(logits, None)[0] if logits.dtype in DTYPES else cpu.argmax(logits)
 
     def gumbel_argmax(self, logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
         """See `Operations.gumbel_argmax`; bfloat16 too."""
         if logits.dtype not in DTYPES:
             return cpu.gumbel_argmax(logits, seeds, positions)
-        rows = _rows(logits)
-        ids = sampling.most_likely(self._kernels, rows, None)
-        sampling.draw(self._kernels, rows, None, (None, seeds, positions), ids)
-        return ids[0]
+        return self._choose(logits, None, (seeds, positions, None))[0]
 
     def choose_tokens(
         self, logits: Tensor, is_known: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor
@@ -260,9 +255,16 @@ class NativeOperations:
         """See `Operations.choose_tokens`."""
         if logits.dtype not in DTYPES:
             return cpu.choose_tokens(logits, is_known, temperatures, seeds, positions)
-        rows, is_known = _rows(logits), is_known.contiguous()
-        ids = sampling.most_likely(self._kernels, rows, is_known)
-        sampling.draw(self._kernels, rows, is_known, (temperatures, seeds, positions), ids)
+        return self._choose(logits, is_known, (seeds, positions, temperatures))
+
+    def _choose(
+        self, logits: Tensor, is_known: Tensor | None, draws: Sequence[Tensor | None] = (None, None, None)
+    ) -> Tensor:
+        """What `choose_tokens` answers. draws: seeds, positions and temperatures; src/api.h says what a None means."""
+        rows, ids = _rows(logits), torch.empty(2, logits.shape[0], dtype=torch.int64)
+        given = [x if x is None else x.contiguous() for x in (is_known, *draws)]
+        about = (rows.data_ptr(), rows.stride(0), *rows.shape, *map(pointer, given))
+        self._kernels.choose(byref(ChooseArgs(*about, ids.data_ptr(), rows.dtype is torch.float32)))
         return ids
 
     def route_and_sort(self, router_logits: Tensor, top_k: int, *, renormalise: bool) -> tuple[Tensor, ExpertLayout]:

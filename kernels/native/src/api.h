@@ -135,26 +135,16 @@ struct RouteArgs {
     int32_t* places;  // [tokens * choices]: of each pair
 };
 
-struct ArgmaxArgs {
+struct ChooseArgs {
     const void* logits;  // [rows, width], rows `stride` apart
     int64_t stride;
     int64_t rows;
     int64_t width;
     const uint8_t* is_known;  // [width]: 0 where an element is not to be found; null: each may be
-    int64_t* ids;  // [2, rows]: the second is -1 where a row is not sound
-    int64_t is_float;
-};
-
-struct DrawArgs {
-    const void* logits;  // [rows, width], rows `stride` apart
-    int64_t stride;
-    int64_t rows;
-    int64_t width;
-    const uint8_t* is_known;  // as of ArgmaxArgs
-    const float* temperatures;  // [rows], 0: no draw; null: 1, and the largest logit is not taken off before noise is added
-    const int64_t* seeds;  // [rows]
+    const int64_t* seeds;  // [rows]; null: no draw, and then these three are
     const int64_t* positions;  // [rows]
-    int64_t* ids;  // [2, rows], as `argmax` left them; those of sound rows with a draw become the drawn token's
+    const float* temperatures;  // [rows], 0: no draw; null: 1, and the largest logit is not taken off before noise is added
+    int64_t* ids;  // [2, rows]: of the largest or the drawn; the second is -1 where a row is not sound, which draws nothing
     int64_t is_float;
 };
 
@@ -169,6 +159,5 @@ struct Kernels {  // one variant's
     void (*silu_and_mul)(const SiluArgs*);
     void (*combine)(const CombineArgs*);
     void (*route)(const RouteArgs*);
-    void (*argmax)(const ArgmaxArgs*);
-    void (*draw)(const DrawArgs*);
+    void (*choose)(const ChooseArgs*);
 };

@@ -48,8 +48,7 @@ extern "C" {
 extern __attribute__((visibility("default"))) const int64_t millrace_struct_bytes[], millrace_num_structs;
 const int64_t millrace_struct_bytes[] = {
     sizeof(GemmArgs), sizeof(PackArgs),    sizeof(NormArgs),  sizeof(RopeArgs),   sizeof(AttentionArgs),
-    sizeof(SiluArgs), sizeof(CombineArgs), sizeof(RouteArgs), sizeof(ArgmaxArgs), sizeof(DrawArgs),
-    sizeof(Kernels),
+    sizeof(SiluArgs), sizeof(CombineArgs), sizeof(RouteArgs), sizeof(ChooseArgs), sizeof(Kernels),
 };
 const int64_t millrace_num_structs = sizeof(millrace_struct_bytes) / sizeof(int64_t);
 

@@ -3,7 +3,7 @@
 #define HAS_ATTENTION  // elsewhere PyTorch's is faster, and this takes a third of the time to compile
 #include "attention.h"
 #endif
-#include "draw.h"
+#include "choose.h"
 #include "gemm.h"
 #if defined(__AVX2__) || !defined(__x86_64__)
 #define HAS_QUANTISED  // older CPUs leave it to PyTorch: pairs of vectors of 64 bytes take long to compile for them
@@ -38,6 +38,5 @@ extern "C" const Kernels JOIN(kernels_, VARIANT) = {
     [](const SiluArgs* g) { g->is_float ? silu_and_mul<float>(*g) : silu_and_mul<bf16>(*g); },
     [](const CombineArgs* g) { g->is_float ? combine<float>(*g) : combine<bf16>(*g); },
     [](const RouteArgs* g) { g->is_float ? route<float>(*g) : route<bf16>(*g); },
-    [](const ArgmaxArgs* g) { g->is_float ? argmax<float>(*g) : argmax<bf16>(*g); },
-    [](const DrawArgs* g) { g->is_float ? draw<float>(*g) : draw<bf16>(*g); },
+    [](const ChooseArgs* g) { g->is_float ? choose<float>(*g) : choose<bf16>(*g); },
 };

@@ -1,12 +1,68 @@
-// Draws tokens by Gumbel-max: kernels/gumbel_noise.py to the bit.
+// Chooses tokens: the most likely, and one drawn by Gumbel-max, kernels/gumbel_noise.py to the bit.
 //
-// The scores of 16 tokens are bounded first, by a fifth of the instructions of one; a token's own is computed where its
-// bound is not below the best so far, some ten times a row.
+// For a draw the scores of 16 tokens are bounded first, by a fifth of the instructions of one; a token's own is computed
+// where its bound is not below the best so far, some ten times a row.
 #pragma once
 #include "noise.h"
 #include "rows.h"
 
 namespace VARIANT {
+
+inline bool has_any(i32x16 is_so) {
+    int32_t any = 0;
+    for (int64_t lane = 0; lane < LANES; lane++) any |= is_so[lane];
+    return any;
+}
+
+// Which of 16 bytes, of which the first n are read, are not 0.
+inline i32x16 known(const uint8_t* bytes, int64_t n) {
+    u8x16 found = {};
+    memcpy(&found, bytes, std::min(n, LANES));
+#ifdef __AVX512F__
+    return (i32x16)_mm512_cvtepu8_epi32((__m128i)found) != 0;  // GCC 12 converts in four quarters
+#else
+    return __builtin_convertvector(found, i32x16) != 0;
+#endif
+}
+
+struct Best {
+    int64_t id;
+    bool is_sound;  // no element is NaN or infinity, known or not, and a known one is above minus infinity
+};
+
+// The first of several maxima of the known elements; a NaN, known or not, counts as the largest, as in torch.argmax.
+template <class T>
+inline Best best_of_row(const T* x, const uint8_t* is_known, int64_t width) {
+    constexpr int64_t BLOCK = 1024;  // the largest value is sought block by block, its place in one block alone
+    constexpr float INF = std::numeric_limits<float>::infinity();
+    float top = -INF;
+    int64_t best = 0;
+    i32x16 is_infinite = {};
+    for (int64_t from = 0; from < width; from += BLOCK) {
+        const int64_t size = std::min(BLOCK, width - from);
+        f32x16 largest = splat(top);
+        i32x16 is_nan = {};
+        for_vectors(size, [&](int64_t i, int64_t n) {
+            f32x16 v = load(x + from + i, n);
+            is_nan |= v != v;
+            is_infinite |= v == splat(INF);
+            if (is_known) v = known(is_known + from + i, n) ? v : splat(-INF);
+            for (int64_t lane = n; lane < LANES; lane++) v[lane] = -INF;
+            largest = max(v, largest);
+        });
+        if (has_any(is_nan)) {
+            for (int64_t i = from;; i++)
+                if (widen(x[i]) != widen(x[i])) return {i, false};
+        }
+        float block_top = top;
+        for (int64_t lane = 0; lane < LANES; lane++) block_top = std::max(block_top, largest[lane]);
+        if (block_top > top) {
+            top = block_top;
+            for (best = from; widen(x[best]) != top || (is_known && !is_known[best]);) best++;
+        }
+    }
+    return {best, top > -INF && !has_any(is_infinite)};
+}
 
 constexpr uint32_t MIX_FIRST = 0x7feb352d, MIX_SECOND = 0x846ca68b, TOKEN_STEP = 0x9e3779b1;
 constexpr uint32_t KEY_START_FIRST = 0x9e3779b9, KEY_START_SECOND = 0x243f6a88;
@@ -102,15 +158,20 @@ struct Scores {
 };
 
 template <class T>
-void draw(const DrawArgs& g) {
+void choose(const ChooseArgs& g) {
 #pragma omp parallel for schedule(dynamic) if (g.rows * g.width >= PARALLEL_ELEMENTS)
     for (int64_t r = 0; r < g.rows; r++) {
-        const float temperature = g.temperatures ? g.temperatures[r] : 1;
-        if (temperature == 0 || g.ids[g.rows + r] < 0) continue;
         const T* logits = (const T*)g.logits + r * g.stride;
-        const float top = g.temperatures ? widen(logits[g.ids[r]]) : 0;
-        const DrawKeys keys(g.seeds[r], g.positions[r]);
-        g.ids[r] = g.ids[g.rows + r] = Scores<T>{logits, g.is_known, top, temperature, keys}.highest(g.width, g.ids[r]);
+        const Best best = best_of_row(logits, g.is_known, g.width);
+        int64_t id = best.id;
+        const float temperature = !g.seeds ? 0 : g.temperatures ? g.temperatures[r] : 1;
+        if (best.is_sound && temperature != 0) {
+            const float top = g.temperatures ? widen(logits[id]) : 0;
+            const DrawKeys keys(g.seeds[r], g.positions[r]);
+            id = Scores<T>{logits, g.is_known, top, temperature, keys}.highest(g.width, id);
+        }
+        g.ids[r] = id;
+        g.ids[g.rows + r] = best.is_sound ? id : -1;
     }
 }
 
