@@ -22,9 +22,8 @@ from worker.cli.exit_codes import BadUsage, CommandError, Interrupted, stop_sign
 from worker.lines.errors import UnreadableInput
 from worker.lines.files import InputFile, refuse_other_formats
 from worker.records.record import BatchFile, encode_record
-from worker.storage.errors import StorageError
 from worker.storage.objects import check_writable, find_objects, writing_object
-from worker.storage.urls import WEB, ObjectUrl, file_path, is_url, object_url
+from worker.storage.urls import WEB, ObjectUrl, StorageError, file_path, is_url, object_url
 
 STANDARD = "-"
 GZIP_SUFFIX = ".gz"

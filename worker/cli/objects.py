@@ -15,9 +15,8 @@ from worker.cli.failures import FailureCounts
 from worker.cli.files import RecordPaths, record_output
 from worker.cli.follow import Followed, failures_of, shown
 from worker.schemas import JobStatus
-from worker.storage.errors import StorageError
 from worker.storage.objects import holds_object
-from worker.storage.urls import is_url, object_url
+from worker.storage.urls import StorageError, is_url, object_url
 
 MAX_READINGS = 3  # of a job that Redis changes under the reading, by going back to an earlier state
 

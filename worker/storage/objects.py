@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from worker.lines.errors import UnreadableInput
 from worker.lines.files import InputFile
-from worker.storage.errors import StorageError
 from worker.storage.stores import REPLACED, named_errors, open_store
-from worker.storage.urls import WEB, KeyPattern, ObjectUrl
+from worker.storage.urls import WEB, KeyPattern, ObjectUrl, StorageError
 
 if TYPE_CHECKING:
     from obstore import GetOptions, WritableFile

@@ -13,8 +13,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from worker.storage.errors import StorageError, StorageMissing
-from worker.storage.urls import ObjectUrl
+from worker.storage.urls import ObjectUrl, StorageError
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig, S3Credential
@@ -31,6 +30,14 @@ _CODE = re.compile(r"<Code>(\w+)</Code>")
 _STATUS = re.compile(r"status code: (\d{3}[^:\n<]*)")
 _DENIED = re.compile(r"status code: 40[13]\b")
 _METADATA_SERVICES = ("169.254.169.254", "metadata.google.internal", "fd00:ec2::254")
+
+
+class StorageMissing(StorageError):
+    """obstore or botocore is not installed."""
+
+    def __init__(self, name: str) -> None:
+        command = 'pip install "obstore>=0.12.1,<0.13" "botocore>=1.40,<2"'
+        super().__init__(name, f"object storage needs the extra storage, which is not installed: {command}")
 
 
 def open_store(url: ObjectUrl) -> ObjectStore:

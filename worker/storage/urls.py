@@ -15,14 +15,24 @@ from typing import Self
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-from worker.storage.errors import StorageError
-
 BUCKETS = ("s3", "gs", "az")
 WEB = ("https", "http")
 FILE = "file"
 _ACCEPTED = "accepted: s3://BUCKET/KEY, gs://BUCKET/KEY, az://CONTAINER/KEY, file:///PATH, for input also https://"
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+
+
+class StorageError(OSError):
+    """A URL that cannot be used, or an object that cannot be listed or written; no secret of the URL is in the message.
+
+    An object that cannot be read is `worker.lines.errors.UnreadableInput`.
+    """
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name}: {reason}")
+        self.name = name
+        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,9 +26,8 @@ from tests.support.object_stores import (
 from tests.support.registry import TestRegistry, ended_job, failure, must_claim, ok
 from worker.lines.errors import UnreadableInput
 from worker.registry.keys import UnitRef
-from worker.storage.errors import StorageError
 from worker.storage.objects import find_objects
-from worker.storage.urls import object_url
+from worker.storage.urls import StorageError, object_url
 
 RECORD_BYTES = 1 << 20
 NUM_RECORDS = 12  # of which the last is an answer

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from worker.storage.errors import StorageError
-from worker.storage.urls import KeyPattern, file_path, is_url, object_url
+from worker.storage.urls import KeyPattern, StorageError, file_path, is_url, object_url
 
 KEYS = (
     "a.jsonl", "b.jsonl", ".hidden.jsonl", "in/a.jsonl", "in/[1].jsonl", "in/1.jsonl", "in/.c.jsonl", "in/deep/a.jsonl",
