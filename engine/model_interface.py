@@ -256,7 +256,7 @@ class ModelInterface:
         entry = self._entries[cache_id]
         self._blocks.commit(_sequence_id(cache_id), entry.token_ids, len(entry.token_ids))
         if wants_token:
-            return TokenResult(int(self._executor.model.ops.argmax(logits.unsqueeze(0))[0]))
+            return TokenResult(int(logits.argmax()))
         return LogitsResult(logits.clone())  # the caller's; those of a replay last until the next step
 
     def _check_new_id(self, cache_id: str) -> None:

@@ -22,10 +22,11 @@ from engine.scheduling.sequence import TokenCounts
 from engine.staging import ArrayStaging, PendingResult
 from engine.structured.matcher import GrammarMatcher, TokenMasks
 from kernels.interface import Operations
+from kernels.operands import Truncation
 
 NOT_FINITE = -1  # stands for the token of a row whose logits are not finite
 
-Part = Literal["logprobs", "bias", "penalties", "banned", "allowed", "forbidden", "places", "draws", "truncation"]
+Part = Literal["logprobs", "bias", "penalties", "banned", "allowed", "forbidden", "draws", "truncation"]
 
 Tensors = Mapping[Part, tuple[torch.Tensor, ...]]  # see `row_arrays`
 
@@ -54,9 +55,8 @@ class Sampler:
 
         A row that is not finite (NonFiniteLogits), or whose grammar fails (GrammarFailed), fails alone.
         """
-        draws = plain_draws(rows)
-        if draws is not None:
-            return self._choose_plainly(logits, rows, draws)
+        if not any(row is not GREEDY_ROW and row is not None and row.is_edited for row in rows):
+            return self._choose_plainly(logits, rows)
         return self.sample_masked(logits, rows, *self._masks_of(rows))  # made while the device works on the logits
 
     @torch.inference_mode()
@@ -73,17 +73,23 @@ class Sampler:
         scored = given["logprobs"][0] if "logprobs" in given else None
         raw = None if scored is None else torch.log_softmax(logits.index_select(0, scored), dim=-1)
         self._edit(logits, given)
-        token_ids = self._choose(logits, given)  # valid ids also for rows that are not finite
-        tensors = [torch.where(is_finite, token_ids, self._not_finite)]
+        token_ids, sound_ids = self._choose(logits, given)
+        tensors = [torch.where(is_finite, sound_ids, self._not_finite)]
         if scored is not None and raw is not None:
             tensors += _logprobs(raw, token_ids.index_select(0, scored), [count for count, _ in scored_rows(rows)])
         return ChosenTokens(token_ids, PendingResult(tuple(tensors), lambda on_host: _answers(on_host, rows, failures)))
 
     @torch.inference_mode()
-    def _choose_plainly(self, logits: torch.Tensor, rows: Rows, draws: Arrays) -> ChosenTokens:
+    def _choose_plainly(self, logits: torch.Tensor, rows: Rows) -> ChosenTokens:
+        parts = draw_arrays(rows, logits.shape[1])
+        return chosen_plainly(self._choose(logits, arrays_to_tensors(parts, self._staging.send)), rows)
+
+    def _choose(self, logits: torch.Tensor, given: Tensors) -> torch.Tensor:
         if self._is_known is None:
             self._is_known = known_tokens(logits.shape[1], self._unknown_ids, logits.device)
-        return chosen_plainly(self._ops.choose_tokens(logits, self._is_known, *self._staging.send(draws)), rows)
+        temperatures, seeds, positions = given["draws"]
+        truncation = Truncation(*given["truncation"]) if "truncation" in given else None
+        return self._ops.choose_tokens(logits, self._is_known, temperatures, seeds, positions, truncation)
 
     def _masks_of(self, rows: Rows) -> tuple[Arrays | None, Mapping[int, GrammarFailed]]:
         """Rows with a grammar and what it forbids [n, V], None where no row has one; and the failures by row, whose
@@ -110,8 +116,6 @@ class Sampler:
             self._ops.apply_penalties(logits, row_ids, token_ids, counts, repetition, presence, frequency)
         if "banned" in given:
             logits.index_put_(given["banned"], self._minus_infinity)
-        if self._unknown_ids is not None:
-            logits.index_fill_(1, self._unknown_ids, -torch.inf)
         if "allowed" in given:
             rows, row_ids, token_ids = given["allowed"]
             kept = logits[row_ids, token_ids]
@@ -123,25 +127,6 @@ class Sampler:
                 logits.masked_fill_(masks, -torch.inf)
             else:
                 logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill_(masks, -torch.inf))
-
-    def _choose(self, logits: torch.Tensor, given: Tensors) -> torch.Tensor:
-        if "draws" not in given:
-            return self._ops.argmax(logits)
-        if "places" not in given:
-            return self._draw(logits, given)
-        random, greedy = given["places"]
-        token_ids = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
-        if greedy.shape[0]:
-            token_ids.index_copy_(0, greedy, self._ops.argmax(logits.index_select(0, greedy)))
-        return token_ids.index_copy_(0, random, self._draw(logits.index_select(0, random), given))
-
-    def _draw(self, logits: torch.Tensor, given: Tensors) -> torch.Tensor:
-        temperatures, seeds, positions = given["draws"]
-        logits -= logits.amax(dim=-1, keepdim=True)  # the best becomes 0: no temperature, however small, overflows it
-        logits /= temperatures.unsqueeze(-1)
-        if "truncation" in given:
-            self._ops.mask_top_k_top_p_min_p(logits, *given["truncation"])
-        return self._ops.gumbel_argmax(logits, seeds, positions)
 
 
 def _logprobs(raw: torch.Tensor, token_ids: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
@@ -198,6 +183,15 @@ class SamplingRow(NamedTuple):
     banned_token_ids: Sequence[int] = ()  # may not be drawn at this position (min_tokens)
     matcher: GrammarMatcher | None = None  # where the sequence stands in its grammar
 
+    @property
+    def is_edited(self) -> bool:
+        """Whether its logits are changed before a token is chosen, or asked for."""
+        params = self.params
+        return bool(
+            params.logprobs is not None or params.logit_bias or self.banned_token_ids or params.allowed_token_ids
+            or self.matcher is not None or (self.counts is not None and params.has_penalties)
+        )  # fmt: skip
+
 
 # Rows from which the best token is taken, and nothing else is asked for; equal in all steps.
 GREEDY_ROW = SamplingRow(SamplingParams(temperature=0.0), position=0, seed=0)
@@ -230,24 +224,39 @@ _Owned = list[tuple[int, SamplingRow]]  # index and row
 
 
 def plain_draws(rows: Rows) -> Arrays | None:
-    """Temperatures (0: greedy), seeds and positions [S], as `Operations.choose_tokens` takes them, where no row asks
-    for more than a choice among all tokens; None where some do. None among the rows: a greedy one, not read.
-    """
-    temperatures = np.zeros(len(rows), dtype=np.float32)
-    seeds, positions = (np.zeros(len(rows), dtype=np.int64) for _ in range(2))
-    for index, row in enumerate(rows):
+    """The draws of `draw_arrays` where no row asks for more than a choice among all tokens; None where some do."""
+    for row in rows:
         if row is GREEDY_ROW or row is None:
             continue
-        params = row.params
-        if (
-            params.logprobs is not None or params.logit_bias or row.banned_token_ids or params.allowed_token_ids
-            or row.matcher is not None or (params.temperature and params.truncates)
-            or (row.counts is not None and params.has_penalties)
-        ):  # fmt: skip
+        if row.is_edited or (row.params.temperature and row.params.truncates):
             return None
-        if params.temperature:
-            temperatures[index], seeds[index], positions[index] = params.temperature, row.seed, row.position
-    return temperatures, seeds, positions
+    return draw_arrays(rows, 0)["draws"]
+
+
+def draw_arrays(rows: Rows, vocab_size: int) -> dict[Part, Arrays]:
+    """draws: temperatures (0: greedy), seeds and positions; truncation, where a row that is drawn drops tokens: top_k,
+    top_p, min_p, off where a row drops none. All [S], as `Operations.choose_tokens` takes them. None among the rows: a
+    greedy one, not read.
+    """
+    drawn = [
+        (index, row)
+        for index, row in enumerate(rows)
+        if row is not GREEDY_ROW and row is not None and row.params.temperature
+    ]
+    temperatures = np.zeros(len(rows), dtype=np.float32)
+    seeds, positions = (np.zeros(len(rows), dtype=np.int64) for _ in range(2))
+    for index, row in drawn:
+        temperatures[index], seeds[index], positions[index] = row.params.temperature, row.seed, row.position
+    parts: dict[Part, Arrays] = {"draws": (temperatures, seeds, positions)}
+    truncating = [(index, row.params) for index, row in drawn if row.params.truncates]
+    if truncating:
+        top_k = np.full(len(rows), vocab_size, dtype=np.int64)
+        top_p, min_p = np.ones(len(rows), dtype=np.float32), np.zeros(len(rows), dtype=np.float32)
+        for index, params in truncating:
+            top_k[index] = min(params.top_k or vocab_size, vocab_size)
+            top_p[index], min_p[index] = params.top_p, params.min_p
+        parts["truncation"] = (top_k, top_p, min_p)
+    return parts
 
 
 def chosen_plainly(chosen: torch.Tensor, rows: Rows) -> ChosenTokens:
@@ -266,23 +275,17 @@ def row_arrays(rows: Rows, vocab_size: int) -> dict[Part, Arrays]:
 
     logprobs: rows, in the order of `scored_rows`. bias: rows, token ids, what to add. penalties: as
     `Operations.apply_penalties` takes them. banned: rows, token ids. allowed: rows, and their token ids as rows and
-    ids. For rows that are not greedy, draws: temperatures, seeds, positions; truncation: top_k, top_p, min_p, off where
-    a row has none; places: their indices and those of the greedy rows, unless all rows have a draw.
+    ids. draws and truncation: see `draw_arrays`.
     """
-    parts: dict[Part, Arrays] = {}
+    parts = draw_arrays(rows, vocab_size)
     asking = [  # most steps have only greedy rows: one look at each
-        (index, row)
-        for index, row in enumerate(rows)
-        if row is not None and row is not GREEDY_ROW
-        and (row.params.temperature or row.params.logprobs is not None or row.params.logit_bias
-             or row.counts is not None or row.banned_token_ids or row.params.allowed_token_ids)
-    ]  # fmt: skip
+        (index, row) for index, row in enumerate(rows) if row is not None and row is not GREEDY_ROW and row.is_edited
+    ]
     if asking:
         scored = scored_rows(rows)
         if scored:
             parts["logprobs"] = (_int64([index for _, index in scored]),)
         _add_edits(parts, asking, len(rows))
-        _add_draws(parts, asking, rows, vocab_size)
     return parts
 
 
@@ -322,21 +325,6 @@ def _add_edits(parts: dict[Part, Arrays], asking: _Owned, num_rows: int) -> None
     allowed = [(index, row.params.allowed_token_ids) for index, row in asking if row.params.allowed_token_ids]
     if allowed:
         parts["allowed"] = (_int64([index for index, _ in allowed]), *_pairs(allowed))
-
-
-def _add_draws(parts: dict[Part, Arrays], asking: _Owned, rows: Rows, vocab_size: int) -> None:
-    drawn = [(index, row) for index, row in asking if not row.params.is_greedy]
-    if not drawn:
-        return
-    params = [row.params for _, row in drawn]
-    seeds, positions = _int64([row.seed for _, row in drawn]), _int64([row.position for _, row in drawn])
-    parts["draws"] = (_float32([p.temperature for p in params]), seeds, positions)
-    if len(drawn) < len(rows):
-        greedy = [index for index, row in enumerate(rows) if row is not None and row.params.is_greedy]
-        parts["places"] = (_int64([index for index, _ in drawn]), _int64(greedy))
-    if any(p.truncates for p in params):
-        top_k = _int64([min(p.top_k or vocab_size, vocab_size) for p in params])
-        parts["truncation"] = (top_k, _float32([p.top_p for p in params]), _float32([p.min_p for p in params]))
 
 
 def _pairs(owned: Sequence[tuple[int, Mapping[int, Any] | Sequence[int]]]) -> tuple[npt.NDArray[np.int64], ...]:

@@ -1,4 +1,4 @@
-"""The noise of `gumbel_argmax`, specified to the bit. Every implementation follows this text; the constants live here,
+"""The noise of `choose_tokens`, specified to the bit. Every implementation follows this text; the constants live here,
 and once more in `kernels/native/src/choose.h` and `noise.cpp`.
 
 All integers are 32-bit unsigned with wraparound (signed int32 does as well: only the shifts must be logical). Floats

@@ -22,6 +22,7 @@ from kernels.operands import (
     PackedWeight,
     ProjectedHeads,
     RoutedExperts,
+    Truncation,
 )
 from kernels.quantised import QuantisedWeight
 
@@ -168,9 +169,6 @@ class Operations(Protocol):
         residual [T, H], written in place; weight [H] -> [T, H].
         """
 
-    def argmax(self, logits: Tensor) -> Tensor:
-        """Index of each row's largest value, ties to the lower index. logits [N, V] float32 -> [N] int64."""
-
     def apply_penalties(
         self,
         logits: Tensor,
@@ -197,18 +195,21 @@ class Operations(Protocol):
         logits at the nucleus' edge the lower ids stay (transformers sorts unstably: its choice is arbitrary).
         """
 
-    def gumbel_argmax(self, logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-        """One draw from softmax(logits) per row by Gumbel-max: argmax(logits + g(seed, position, token)).
-
-        The noise is a counter hash, so a draw depends on nothing else: not on the batch, the device or the run.
-        logits [N, V] float32 (-inf: never drawn), seeds [N] int64, positions [N] int64 -> [N] int64.
-        """
-
     def choose_tokens(
-        self, logits: Tensor, is_known: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor
+        self,
+        logits: Tensor,
+        is_known: Tensor,
+        temperatures: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+        truncation: Truncation | None = None,
     ) -> Tensor:
-        """The next token of each row, of those that is_known [V] bool allows: `argmax` where the temperature is 0, else
-        `gumbel_argmax` of (logits - their maximum) / temperature.
+        """The next token of each row, of those that is_known [V] bool allows.
+
+        Where the temperature is 0 the one with the largest logit, of equals the lower id. Else one draw from softmax of
+        (logits - their maximum) / temperature, after `mask_top_k_top_p_min_p` of it, by Gumbel-max: the token with the
+        largest sum of it and noise, which is a counter hash of seed, position and token (`kernels.gumbel_noise`). So a
+        draw depends on nothing else: not on the batch, the device or the run.
 
         logits [N, V] float32 or model dtype, which may be overwritten unless all temperatures are 0; temperatures [N]
         float32; seeds, positions [N] int64 -> [2, N] int64: a valid id for every row, and the same with -1 for a row

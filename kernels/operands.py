@@ -220,6 +220,14 @@ class RoutedExperts(NamedTuple):
     expert_ids: torch.Tensor  # [num_tokens, top_k], int64; ties go to the lower id
 
 
+class Truncation(NamedTuple):
+    """Which tokens of each row are dropped before a draw: see `Operations.mask_top_k_top_p_min_p`."""
+
+    top_k: torch.Tensor  # [N], int64, V: off
+    top_p: torch.Tensor  # [N], float32, 1: off
+    min_p: torch.Tensor  # [N], float32, 0: off
+
+
 class ExpertRun(NamedTuple):
     """One expert's rows, which lie side by side in an `ExpertLayout`."""
 

@@ -25,6 +25,6 @@ from kernels.cpu.experts import (
     route_topk,
     sort_tokens_by_expert,
 )
-from kernels.cpu.gumbel import choose_tokens, gumbel_argmax
+from kernels.cpu.gumbel import choose_tokens
 from kernels.cpu.quantised import grouped_gemm, linear, moe_small_batch, pack
-from kernels.cpu.sampling import apply_penalties, argmax, mask_top_k_top_p_min_p
+from kernels.cpu.sampling import apply_penalties, mask_top_k_top_p_min_p

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 
 from kernels import gumbel_noise as spec
-from kernels.cpu.sampling import argmax
+from kernels.cpu.sampling import argmax, mask_top_k_top_p_min_p
+from kernels.operands import Truncation
 
 
 def gumbel_argmax(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """See `Operations.gumbel_argmax` and `kernels.gumbel_noise`.
+    """The largest sum of a logit [N, V] and its noise -> [N]: what `choose_tokens` draws. See `kernels.gumbel_noise`.
 
     Exact, without the logarithms of a whole vocabulary: the winner's score is at least the likeliest token's, which
     bounds how small v must be for a token to win. Few pass, and only their noise is computed. A row whose largest logit
@@ -33,6 +34,7 @@ def choose_tokens(
     temperatures: torch.Tensor,
     seeds: torch.Tensor,
     positions: torch.Tensor,
+    truncation: Truncation | None = None,
 ) -> torch.Tensor:
     """See `Operations.choose_tokens`."""
     logits = logits.float()
@@ -45,7 +47,10 @@ def choose_tokens(
     scores.index_fill_(1, unknown, -torch.inf)
     scores -= scores.gather(1, chosen[0].index_select(0, drawn).unsqueeze(1))
     temperatures, seeds, positions = (each.index_select(0, drawn) for each in (temperatures, seeds, positions))
-    chosen[0].index_copy_(0, drawn, gumbel_argmax(scores.div_(temperatures.unsqueeze(1)), seeds, positions))
+    scores.div_(temperatures.unsqueeze(1))
+    if truncation is not None:
+        mask_top_k_top_p_min_p(scores, *(each.index_select(0, drawn) for each in truncation))
+    chosen[0].index_copy_(0, drawn, gumbel_argmax(scores, seeds, positions))
     chosen[1] = torch.where(chosen[1] < 0, -1, chosen[0])
     return chosen
 

@@ -15,7 +15,7 @@ SLAB_ROWS = 8
 
 
 def argmax(logits: torch.Tensor) -> torch.Tensor:
-    """See `Operations.argmax`. The first of several maxima, and a NaN counts as the largest, as in `torch.argmax`."""
+    """The index of each row's largest value, [N, V] -> [N]: of equals the first, and NaN counts as the largest."""
     num_rows, vocab_size = logits.shape
     num_blocks, rest = divmod(vocab_size, BLOCK_TOKENS)
     if vocab_size < LEAST_TOKENS or num_rows == 0:

@@ -11,11 +11,9 @@ from __future__ import annotations
 from kernels.cpu import (
     add_experts_rms_norm,
     apply_penalties,
-    argmax,
     choose_tokens,
     combine_experts,
     fused_add_rms_norm,
-    gumbel_argmax,
     mask_top_k_top_p_min_p,
     qk_norm_rope_store_kv,
     rms_norm,

@@ -10,7 +10,6 @@ from __future__ import annotations
 from kernels.cpu import (
     add_experts_rms_norm,
     apply_penalties,
-    argmax,
     cap_logits,
     choose_tokens,
     clamped_swiglu,
@@ -18,7 +17,6 @@ from kernels.cpu import (
     fused_add_rms_norm,
     gelu_and_mul,
     grouped_gemm,
-    gumbel_argmax,
     linear,
     mask_top_k_top_p_min_p,
     moe_small_batch,

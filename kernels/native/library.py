@@ -194,11 +194,28 @@ class ChooseArgs(Structure):
         ("rows", c_int64),
         ("width", c_int64),
         ("is_known", c_void_p),
+        ("temperatures", c_void_p),
         ("seeds", c_void_p),
         ("positions", c_void_p),
-        ("temperatures", c_void_p),
+        ("top_k", c_void_p),
+        ("top_p", c_void_p),
+        ("min_p", c_void_p),
         ("ids", c_void_p),
         ("is_float", c_int64),
+    )
+
+
+class TruncateArgs(Structure):
+    """See src/api.h."""
+
+    _fields_ = (
+        ("logits", c_void_p),
+        ("stride", c_int64),
+        ("rows", c_int64),
+        ("width", c_int64),
+        ("top_k", c_void_p),
+        ("top_p", c_void_p),
+        ("min_p", c_void_p),
     )
 
 
@@ -217,13 +234,14 @@ class Kernels(Structure):
         ("combine", ctypes.CFUNCTYPE(None, POINTER(CombineArgs))),
         ("route", ctypes.CFUNCTYPE(None, POINTER(RouteArgs))),
         ("choose", ctypes.CFUNCTYPE(None, POINTER(ChooseArgs))),
+        ("truncate", ctypes.CFUNCTYPE(None, POINTER(TruncateArgs))),
     )
 
 
 # What crosses the border to C++; src/dispatch.cpp has them in the same order.
 STRUCTURES = (
     *(GemmArgs, PackArgs, NormArgs, RopeArgs, AttentionArgs),
-    *(SiluArgs, CombineArgs, RouteArgs, ChooseArgs, Kernels),
+    *(SiluArgs, CombineArgs, RouteArgs, ChooseArgs, TruncateArgs, Kernels),
 )
 
 

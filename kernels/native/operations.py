@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from ctypes import byref
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -13,7 +13,6 @@ import torch
 from kernels import cpu
 from kernels.native.attention import is_attended, paged_attention
 from kernels.native.library import (
-    ChooseArgs,
     CombineArgs,
     Kernels,
     NormArgs,
@@ -26,6 +25,7 @@ from kernels.native.library import (
     round_up,
 )
 from kernels.native.quantised import NativeQuantised, is_multiplied, multiply, pack_quantised
+from kernels.native.sampling import choose, truncate
 from kernels.operands import (
     AttentionRows,
     ExpertLayout,
@@ -33,6 +33,7 @@ from kernels.operands import (
     PackedWeight,
     ProjectedHeads,
     RoutedExperts,
+    Truncation,
     in_huge_pages,
     refuse_float8,
 )
@@ -239,33 +240,23 @@ class NativeOperations:
         self._kernels.combine(byref(args))
         return out
 
-    def argmax(self, logits: Tensor) -> Tensor:
-        """See `Operations.argmax`; bfloat16 too. A NaN counts as the largest, as in `torch.argmax`."""
-        return self._choose(logits, None)[0] if logits.dtype in DTYPES else cpu.argmax(logits)
-
-    def gumbel_argmax(self, logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-        """See `Operations.gumbel_argmax`; bfloat16 too."""
-        if logits.dtype not in DTYPES:
-            return cpu.gumbel_argmax(logits, seeds, positions)
-        return self._choose(logits, None, (seeds, positions, None))[0]
+    def mask_top_k_top_p_min_p(self, logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> None:
+        """See `Operations.mask_top_k_top_p_min_p`."""
+        truncate(self._kernels, logits, Truncation(top_k, top_p, min_p))
 
     def choose_tokens(
-        self, logits: Tensor, is_known: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor
+        self,
+        logits: Tensor,
+        is_known: Tensor,
+        temperatures: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+        truncation: Truncation | None = None,
     ) -> Tensor:
         """See `Operations.choose_tokens`."""
         if logits.dtype not in DTYPES:
-            return cpu.choose_tokens(logits, is_known, temperatures, seeds, positions)
-        return self._choose(logits, is_known, (seeds, positions, temperatures))
-
-    def _choose(
-        self, logits: Tensor, is_known: Tensor | None, draws: Sequence[Tensor | None] = (None, None, None)
-    ) -> Tensor:
-        """What `choose_tokens` answers. draws: seeds, positions and temperatures; src/api.h says what a None means."""
-        rows, ids = _rows(logits), torch.empty(2, logits.shape[0], dtype=torch.int64)
-        given = [x if x is None else x.contiguous() for x in (is_known, *draws)]
-        about = (rows.data_ptr(), rows.stride(0), *rows.shape, *map(pointer, given))
-        self._kernels.choose(byref(ChooseArgs(*about, ids.data_ptr(), rows.dtype is torch.float32)))
-        return ids
+            return cpu.choose_tokens(logits, is_known, temperatures, seeds, positions, truncation)
+        return choose(self._kernels, logits, is_known, (temperatures, seeds, positions), truncation)
 
     def route_and_sort(self, router_logits: Tensor, top_k: int, *, renormalise: bool) -> tuple[Tensor, ExpertLayout]:
         """See `Operations.route_and_sort`."""
@@ -310,7 +301,6 @@ class NativeOperations:
     paged_decode_attention = staticmethod(cpu.paged_decode_attention)
     paged_prefill_attention = staticmethod(cpu.paged_prefill_attention)
     apply_penalties = staticmethod(cpu.apply_penalties)
-    mask_top_k_top_p_min_p = staticmethod(cpu.mask_top_k_top_p_min_p)
 
 
 class Avx512Operations(NativeOperations):

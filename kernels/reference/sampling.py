@@ -11,12 +11,13 @@ import struct
 import torch
 
 from kernels import gumbel_noise as spec
+from kernels.operands import Truncation
 
 _WORD = 0xFFFFFFFF
 
 
 def argmax(logits: torch.Tensor) -> torch.Tensor:
-    """See `Operations.argmax`. A NaN counts as the largest value."""
+    """The index of each row's largest value, [N, V] -> [N]: of equals the first, and NaN counts as the largest."""
     winners = []
     for row in logits.tolist():
         best = 0
@@ -63,7 +64,7 @@ def mask_top_k_top_p_min_p(logits: torch.Tensor, top_k: torch.Tensor, top_p: tor
 
 
 def gumbel_argmax(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """See `Operations.gumbel_argmax`. One token at a time."""
+    """The largest sum of a logit and its noise -> [N]: what `choose_tokens` draws. One token at a time."""
     drawn = torch.empty(logits.shape[0], dtype=torch.int64)
     for row, (seed, position) in enumerate(zip(seeds.tolist(), positions.tolist(), strict=True)):
         noise = torch.tensor([gumbel_noise(seed, position, token) for token in range(logits.shape[1])])
@@ -77,6 +78,7 @@ def choose_tokens(
     temperatures: torch.Tensor,
     seeds: torch.Tensor,
     positions: torch.Tensor,
+    truncation: Truncation | None = None,
 ) -> torch.Tensor:
     """See `Operations.choose_tokens`. A row at a time."""
     chosen = torch.zeros(2, logits.shape[0], dtype=torch.int64)
@@ -89,6 +91,8 @@ def choose_tokens(
         scores = torch.tensor([known])
         if temperature:
             scores = (scores - max(known)) / temperatures[row]
+            if truncation is not None:
+                mask_top_k_top_p_min_p(scores, *(each[row : row + 1] for each in truncation))
             chosen[:, row] = gumbel_argmax(scores, seeds[row : row + 1], positions[row : row + 1])
         else:
             chosen[:, row] = argmax(scores)

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from kernels import gumbel_noise as spec
+from kernels.operands import Truncation
 from kernels.triton.launch import TileLaunch
 from kernels.triton.sampling import (
     INFINITY_KEY,
@@ -14,11 +15,11 @@ from kernels.triton.sampling import (
     MINUS_INFINITY_KEY,
     NARROW_BLOCK,
     best_of_blocks_launch,
-    best_tokens,
     ranked,
     token_of_rank,
     value_of,
 )
+from kernels.triton.truncation import mask_top_k_top_p_min_p
 
 KEY_START_FIRST = tl.constexpr(spec.KEY_START_FIRST)
 KEY_START_SECOND = tl.constexpr(spec.KEY_START_SECOND)
@@ -34,39 +35,6 @@ MIN_NOISE = tl.constexpr(spec.MIN_NOISE)
 # From the last to the first, as Horner's scheme takes them.
 COEFFICIENTS = tl.constexpr(tuple(reversed(spec.LOG1P_COEFFICIENTS)))
 NUM_COEFFICIENTS = tl.constexpr(len(spec.LOG1P_COEFFICIENTS))
-
-
-def gumbel_argmax(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """See `Operations.gumbel_argmax` and `kernels.gumbel_noise`."""
-    keys = (seeds.contiguous(), positions.contiguous())
-    return best_tokens(_gumbel_argmax_kernel, gumbel_launch(), logits, *keys, enable_fp_fusion=False)
-
-
-@triton.jit
-def _gumbel_argmax_kernel(
-    logits_ptr,  # [N, V], float32
-    seeds_ptr,  # [N], int64
-    positions_ptr,  # [N], int64
-    ranks_ptr,  # [N, number of blocks], int64, output
-    vocab_size,
-    stride_logits_row,
-    BLOCK: tl.constexpr,
-):
-    """Grid: (rows, blocks of the vocabulary)."""
-    row = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
-    tokens = block * BLOCK + tl.arange(0, BLOCK)
-    row_ptr, rank_ptr = logits_ptr + row * stride_logits_row, ranks_ptr + row * tl.num_programs(1) + block
-    # What lies past the vocabulary ranks below every token: -inf, and ids above all of theirs.
-    values = tl.load(row_ptr + tokens, mask=tokens < vocab_size, other=-float("inf"))
-    values = tl.where(values != values, float("inf"), values)  # a bound of NaN, which ranks highest
-    top = tl.max(values)
-    if top == -float("inf"):  # as in most blocks once top_k or top_p were applied
-        tl.store(rank_ptr, ranked(top, block * BLOCK))
-        return
-    seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
-    bounds = values + noise_bound(seed, position, tokens)
-    tl.store(rank_ptr, _best_rank(bounds, tokens, row_ptr, 0.0, 1.0, seed, position))
 
 
 @triton.jit
@@ -96,16 +64,21 @@ def choose_tokens(
     temperatures: torch.Tensor,
     seeds: torch.Tensor,
     positions: torch.Tensor,
+    truncation: Truncation | None = None,
 ) -> torch.Tensor:
     """See `Operations.choose_tokens`. Logits are read twice as they are, the second time for rows with a draw alone,
-    and written never: the maximum must be known before the first score is.
+    and written never: the maximum must be known before the first score is. Truncation works on a copy in float32.
     """
+    if truncation is not None:
+        logits = _truncated_scores(logits, is_known, temperatures, truncation)
+        temperatures = (temperatures != 0).float()
     num_rows, vocab_size = logits.shape
     chosen = torch.empty(2, num_rows, dtype=torch.int64, device=logits.device)
     if num_rows == 0:
         return chosen
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    launch = gumbel_launch()
+    temperatures, seeds, positions = temperatures.contiguous(), seeds.contiguous(), positions.contiguous()
+    launch = choose_launch()
     num_blocks = triton.cdiv(vocab_size, launch.columns)
     ranks = torch.empty(2, num_rows, num_blocks, dtype=torch.int64, device=logits.device)
     options = {"BLOCK": launch.columns, "num_warps": launch.num_warps}
@@ -120,6 +93,22 @@ def choose_tokens(
     )
     _pick_kernel[(num_rows,)](ranks, temperatures, chosen, num_blocks, BLOCK=best.columns, num_warps=best.num_warps)
     return chosen
+
+
+def _truncated_scores(
+    logits: torch.Tensor, is_known: torch.Tensor, temperatures: torch.Tensor, truncation: Truncation
+) -> torch.Tensor:
+    """(logits - their maximum) / temperature, or by 1 where it is 0, of the known tokens that are not dropped, [N, V].
+
+    NaN in all of a row that holds a NaN or +inf, known or not. No call takes a Python number to the device.
+    """
+    is_bad = logits.amax(-1, keepdim=True).isfinite().logical_not()
+    scores = logits.to(torch.float32, copy=True).masked_fill_(is_known.logical_not(), -torch.inf)
+    scores -= scores.amax(-1, keepdim=True)
+    scores /= (temperatures + (temperatures == 0)).unsqueeze(1)
+    scores.masked_fill_(is_bad, torch.nan)
+    mask_top_k_top_p_min_p(scores, *truncation)
+    return scores
 
 
 @triton.jit
@@ -288,7 +277,7 @@ def _series(f, exponent):
     return (f + y) + exponent * LN2_HIGH
 
 
-def gumbel_launch() -> TileLaunch:
+def choose_launch() -> TileLaunch:
     """16 tokens a thread, 60 instructions each, of which a third are the block's: the row's keys and one exact score.
 
     Twice as many tokens would take 48 each, with 96 registers instead of 54.

@@ -31,7 +31,6 @@ from kernels.triton.sampling import (
     MINUS_INFINITY_KEY,
     NAN_KEY,
     NARROW_BLOCK,
-    WIDE_BLOCK,
     is_finite,
     ordered,
     value_of,
@@ -312,7 +311,7 @@ def collect_launch(vocab_size: int) -> TileLaunch:
 
     The block is also the number of groups, and the room for candidates.
     """
-    return TileLaunch(1, min(WIDE_BLOCK, max(triton.next_power_of_2(vocab_size), 128)), num_warps=16, num_stages=3)
+    return TileLaunch(1, min(8192, max(triton.next_power_of_2(vocab_size), 128)), num_warps=16, num_stages=3)
 
 
 def search_launch(vocab_size: int) -> TileLaunch:

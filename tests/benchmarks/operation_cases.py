@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kernels import cpu, reference
-from kernels.operands import AttentionRows, ExpertOutputs, ProjectedHeads, RoutedExperts
+from kernels.operands import AttentionRows, ExpertOutputs, ProjectedHeads, RoutedExperts, Truncation
 from kernels.quantised import LARGEST_FLOAT8, WeightScheme, quantise
 from kernels.reference.layers import as_float8
 from tests.benchmarks.kernel_inputs import BLOCK_SIZE, EPS, last_slots
@@ -338,10 +338,14 @@ def _sampling(is_tiny: bool) -> Iterator[OperationCase]:
     top = (torch.full((rows,), 50), torch.full((rows,), 0.9), torch.full((rows,), 0.02))
     ones = torch.ones(rows)
     yield _case("cap_logits", (10 * logits,), _capped)
-    yield _case("argmax", (logits,), lambda ops, x: [ops.argmax(x)])
-    yield _case("gumbel_argmax", (logits, ids, ids), lambda ops, *given: [ops.gumbel_argmax(*given)], peer=cpu)
     drawn = (logits, torch.arange(vocab) % 7 > 0, ids % 2 * ones, ids, ids)
     yield _case("choose_tokens", drawn, lambda ops, *given: [ops.choose_tokens(*given)], peer=cpu)
+    yield _case(
+        "choose_tokens of truncated rows",
+        (*drawn, *top),
+        lambda ops, *given: [ops.choose_tokens(*given[:5], Truncation(*given[5:]))],
+        peer=cpu,
+    )
     yield _case(
         "apply_penalties",
         (logits, pairs[1], pairs[0], pairs[1].int() + 1, 1.2 * ones, 0.5 * ones, 0.25 * ones),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from kernels.interface import Operations
+from kernels.operands import Truncation
 from tests.benchmarks.kernel_inputs import (
     Case,
     ModelShape,
@@ -29,9 +30,14 @@ def sampling_cases(ops: Operations, models: Sequence[ModelShape], sizes: Sizes) 
     for names, model in distinct(models, lambda m: m.vocab_size):
         vocab = model.vocab_size
         shape = f"{rows} x {vocab}"
-        yield Case("argmax", names, shape, "bandwidth", _argmax(ops, rows, vocab))
-        yield Case("gumbel_argmax", names, shape, "bandwidth", _gumbel(ops, rows, vocab))
-        yield Case("choose_tokens", names, shape, "bandwidth", _choose(ops, rows, vocab))
+        for what, temperature, truncation in (
+            ("greedy", 0.0, None),
+            ("drawn", 1.0, None),
+            (f"drawn, top-p {TOP_P}", 1.0, (vocab, TOP_P, 0.0)),
+            ("drawn, top-k 20, top-p 0.95", 0.6, (min(20, vocab), 0.95, 0.0)),
+        ):
+            prepare = _choose(ops, (rows, vocab), temperature, truncation)
+            yield Case("choose_tokens", names, f"{shape}, {what}", "bandwidth", prepare)
         num_tokens = min(sizes.penalised_tokens, vocab)
         penalties = _penalties(ops, rows, vocab, num_tokens)
         yield Case("apply_penalties", names, f"{shape}, {num_tokens} tokens a row", "bandwidth", penalties)
@@ -50,44 +56,37 @@ def _logits(rows: int, vocab: int, device: torch.device) -> torch.Tensor:
     return random(rows, vocab, device=device, dtype=torch.float32).mul_(LOGIT_SCALE)
 
 
-def _argmax(ops: Operations, rows: int, vocab: int) -> Prepare:
+def _choose(
+    ops: Operations, shape: tuple[int, int], temperature: float, limits: tuple[int, float, float] | None
+) -> Prepare:
     def prepare(device: torch.device) -> Workload:
-        logits = _logits(rows, vocab, device)
-        libraries = {"torch argmax": lambda: logits.argmax(dim=-1)}
-        return Workload(4 * rows * vocab, "4 N V bytes", lambda: ops.argmax(logits), libraries)
-
-    return prepare
-
-
-def _gumbel(ops: Operations, rows: int, vocab: int) -> Prepare:
-    def prepare(device: torch.device) -> Workload:
-        logits = _logits(rows, vocab, device)
-        seeds, positions = (shuffled(rows, device) for _ in range(2))
-        return Workload(
-            4 * rows * vocab,
-            "4 N V bytes (the noise of all tokens is arithmetic on top)",
-            lambda: ops.gumbel_argmax(logits, seeds, positions),
-            {"torch softmax, multinomial": lambda: logits.softmax(dim=-1).multinomial(1).squeeze(1)},
-        )
-
-    return prepare
-
-
-def _choose(ops: Operations, rows: int, vocab: int) -> Prepare:
-    def prepare(device: torch.device) -> Workload:
+        rows, vocab = shape
         logits = _logits(rows, vocab, device).bfloat16()
         original = logits.clone()
         is_known = torch.ones(vocab, dtype=torch.bool, device=device)
-        temperatures = torch.ones(rows, device=device)
+        temperatures = torch.full((rows,), temperature, device=device)
         seeds, positions = (shuffled(rows, device) for _ in range(2))
+        truncation = None if limits is None else Truncation(*_columns(rows, limits, device))
+        libraries = {
+            "torch argmax": lambda: logits.argmax(dim=-1),
+            "torch softmax, multinomial": lambda: logits.float().softmax(dim=-1).multinomial(1).squeeze(1),
+        }
+        library = "torch softmax, multinomial" if temperature else "torch argmax"
+        reads = 2 if temperature else 1
         return Workload(
-            2 * 2 * rows * vocab,
-            "2 x 2 N V bytes: logits of 2 bytes, read for the best and for the draw",
-            lambda: ops.choose_tokens(logits, is_known, temperatures, seeds, positions)[0],
+            reads * 2 * rows * vocab,
+            f"{reads} x 2 N V bytes: logits of 2 bytes, read for the best, and again for a draw",
+            lambda: ops.choose_tokens(logits, is_known, temperatures, seeds, positions, truncation)[0],
+            {library: libraries[library]} if limits is None else {},
             restore=lambda: copy_back(logits, original),
         )
 
     return prepare
+
+
+def _columns(rows: int, limits: tuple[int, float, float], device: torch.device) -> tuple[torch.Tensor, ...]:
+    top_k = torch.full((rows,), limits[0], dtype=torch.int64, device=device)
+    return top_k, *(torch.full((rows,), limit, device=device) for limit in limits[1:])
 
 
 def _penalties(ops: Operations, rows: int, vocab: int, num_tokens: int) -> Prepare:
@@ -131,8 +130,7 @@ def _mask(
         rows, vocab = shape
         logits = _logits(rows, vocab, device)
         original = logits.clone()
-        top_k = torch.full((rows,), limits[0], dtype=torch.int64, device=device)
-        top_p, min_p = (torch.full((rows,), limit, device=device) for limit in limits[1:])
+        top_k, top_p, min_p = _columns(rows, limits, device)
 
         def run() -> torch.Tensor:
             ops.mask_top_k_top_p_min_p(logits, top_k, top_p, min_p)

@@ -139,7 +139,7 @@ def test_allowed_tokens_that_something_else_may_ban_are_refused_beside_it() -> N
 @pytest.mark.parametrize(("name", "value"), ASKED_OF_GREEDY_ROWS.items())
 def test_a_greedy_row_that_asks_for_nothing_else_is_looked_at(name: str, value: Any) -> None:
     rows = [_row(temperature=0.0, **{name: value})]
-    assert row_arrays(rows, VOCAB)
+    assert row_arrays(rows, VOCAB).keys() > {"draws"}
     assert plain_draws(rows) is None
     assert not rows[0].params.takes_best
 

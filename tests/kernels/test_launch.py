@@ -34,12 +34,12 @@ from kernels.triton.grouped_gemm import (
     grouped_gemm_launch,
     row_tile,
 )
-from kernels.triton.gumbel import gumbel_launch
+from kernels.triton.gumbel import choose_launch
 from kernels.triton.launch import TileLaunch, compute_capability, power_of_two_from, read_tuned
 from kernels.triton.moe_small_batch import down_launch, gate_up_launch
 from kernels.triton.quantised_gemm import quantised_launch, quantised_row_tile
 from kernels.triton.rope_kv_store import rope_launch
-from kernels.triton.sampling import argmax_launch, best_of_blocks_launch, penalties_launch
+from kernels.triton.sampling import best_of_blocks_launch, penalties_launch
 from kernels.triton.truncation import collect_launch, mask_launch, search_launch
 
 TOKENS = (1, 2, 3, 8, 20, 33, 64, 65, 100, 190, 256, 400, 700, 1024, 1300, 4096, 100_000)
@@ -197,13 +197,6 @@ def test_rotation_takes_heads_until_its_tile_is_full(num_heads: int, head_dim: i
     assert rope_launch(num_heads, head_dim) == expected
 
 
-def test_argmax_takes_wide_blocks_where_they_fill_every_multiprocessor() -> None:
-    # 151,936 tokens are 19 wide blocks: 6 rows leave some of 132 multiprocessors idle, 7 do not.
-    assert argmax_launch(6, 151_936) == TileLaunch(1, 2048, num_warps=4)
-    assert argmax_launch(7, 151_936) == argmax_launch(512, 151_936) == TileLaunch(1, 8192, num_warps=8)
-    assert argmax_launch(1, 37).columns == 2048
-
-
 @pytest.mark.parametrize(("num_blocks", "block"), [(1, 1), (2, 2), (19, 32), (75, 128)])
 def test_the_second_stage_takes_all_blocks_of_a_row_at_once(num_blocks: int, block: int) -> None:
     assert best_of_blocks_launch(num_blocks) == TileLaunch(1, block, num_warps=1)
@@ -219,8 +212,7 @@ def test_the_search_takes_a_small_row_at_once_and_others_in_large_blocks(vocab_s
 
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
 def test_every_block_is_a_power_of_two_and_gives_each_thread_work(vocab_size: int) -> None:
-    launches = [argmax_launch(rows, vocab_size) for rows in (1, 64)]
-    launches += [gumbel_launch(), penalties_launch(), mask_launch()]
+    launches = [choose_launch(), penalties_launch(), mask_launch()]
     for launch in launches:
         assert launch.columns & (launch.columns - 1) == 0
         assert launch.columns >= 32 * launch.num_warps

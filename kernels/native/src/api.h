@@ -135,15 +135,41 @@ struct RouteArgs {
     int32_t* places;  // [tokens * choices]: of each pair
 };
 
+struct Truncation {
+    const int64_t* top_k;  // [rows], as many as there are elements or more: off; null: all are off
+    const float* top_p;  // [rows], 1: off
+    const float* min_p;  // [rows], 0: off
+
+    struct Limits {
+        int64_t top_k;
+        float top_p;
+        float min_p;
+    };
+
+    Limits of(int64_t row) const { return {top_k[row], top_p[row], min_p[row]}; }
+    bool is_on(int64_t row, int64_t width) const {
+        return top_k && (top_k[row] < width || top_p[row] < 1 || min_p[row] > 0);
+    }
+};
+
+struct TruncateArgs {
+    float* logits;  // [rows, width], rows `stride` apart, in place
+    int64_t stride;
+    int64_t rows;
+    int64_t width;
+    Truncation truncation;
+};
+
 struct ChooseArgs {
     const void* logits;  // [rows, width], rows `stride` apart
     int64_t stride;
     int64_t rows;
     int64_t width;
-    const uint8_t* is_known;  // [width]: 0 where an element is not to be found; null: each may be
-    const int64_t* seeds;  // [rows]; null: no draw, and then these three are
+    const uint8_t* is_known;  // [width]: 0 where an element is not to be found
+    const float* temperatures;  // [rows], 0: no draw
+    const int64_t* seeds;  // [rows]
     const int64_t* positions;  // [rows]
-    const float* temperatures;  // [rows], 0: no draw; null: 1, and the largest logit is not taken off before noise is added
+    Truncation truncation;  // of (logit - largest) / temperature, before noise is added
     int64_t* ids;  // [2, rows]: of the largest or the drawn; the second is -1 where a row is not sound, which draws nothing
     int64_t is_float;
 };
@@ -160,4 +186,5 @@ struct Kernels {  // one variant's
     void (*combine)(const CombineArgs*);
     void (*route)(const RouteArgs*);
     void (*choose)(const ChooseArgs*);
+    void (*truncate)(const TruncateArgs*);
 };

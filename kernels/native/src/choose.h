@@ -4,7 +4,7 @@
 // where its bound is not below the best so far, some ten times a row.
 #pragma once
 #include "noise.h"
-#include "rows.h"
+#include "truncate.h"
 
 namespace VARIANT {
 
@@ -47,8 +47,7 @@ inline Best best_of_row(const T* x, const uint8_t* is_known, int64_t width) {
             is_nan |= v != v;
             is_infinite |= v == splat(INF);
             if (is_known) v = known(is_known + from + i, n) ? v : splat(-INF);
-            for (int64_t lane = n; lane < LANES; lane++) v[lane] = -INF;
-            largest = max(v, largest);
+            largest = max(padded(v, n, -INF), largest);
         });
         if (has_any(is_nan)) {
             for (int64_t i = from;; i++)
@@ -102,18 +101,6 @@ inline f32x16 to_floats(u32x16 x) {  // below 2^31
 #endif
 }
 
-// Bit i: x[i] >= least.
-inline uint32_t at_least(f32x16 x, float least) {
-#ifdef __AVX512F__
-    return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(least), _CMP_GE_OQ);
-#else
-    const i32x16 is_so = x >= splat(least);
-    uint32_t found = 0;
-    for (int64_t lane = 0; lane < LANES; lane++) found |= (uint32_t)(is_so[lane] & 1) << lane;
-    return found;
-#endif
-}
-
 // Above the noise of these bits, by 0.09 at most where that is above 3: -log(v) for -log(-log(1 - v)), and for log2 of a
 // float its bits read as a number, a line from each power of two to the next. 1e-4 are for roundings, a score's too.
 inline f32x16 noise_bound(u32x16 bits) {
@@ -122,7 +109,7 @@ inline f32x16 noise_bound(u32x16 bits) {
     return ((31 + 127) * LN2 + 1e-4f) - to_floats((u32x16)random) * (LN2 / (1 << 23));
 }
 
-// A row's logits over the temperature, less the largest where there is one, and its noise.
+// A row's logits less the largest, over the temperature, and its noise.
 template <class T>
 struct Scores {
     const T* logits;
@@ -135,6 +122,19 @@ struct Scores {
         return (widen(logits[token]) - top) / temperature + millrace_gumbel_noise(keys.bits((uint32_t)token));
     }
 
+    // The same without what is dropped.
+    Scores<float> truncated(int64_t row, const ChooseArgs& g) const {
+        static thread_local Scratch<float> scores_of_thread;
+        float* scores = scores_of_thread.reserve(g.width);
+        for_vectors(g.width, [&](int64_t i, int64_t n) {
+            f32x16 x = (load(logits + i, n) - top) / temperature;
+            if (is_known) x = known(is_known + i, n) ? x : splat(LOWEST);
+            store(scores + i, x, n);
+        });
+        truncate(scores, g.width, 0, g.truncation.of(row));
+        return {scores, nullptr, 0, 1, keys};
+    }
+
     // The token of the highest score, of equals the lowest; best: any known one, better a likely one.
     int64_t highest(int64_t width, int64_t best) const {
         constexpr float INF = std::numeric_limits<float>::infinity();
@@ -144,7 +144,7 @@ struct Scores {
         for_vectors(width, [&](int64_t i, int64_t n) {
             f32x16 x = (load(logits + i, n) - top) * factor;
             if (is_known) x = known(is_known + i, n) ? x : splat(-INF);
-            for (int64_t lane = n; lane < LANES; lane++) x[lane] = -INF;
+            x = padded(x, n, -INF);
             if (!at_least(x + MAX_NOISE, score)) return;
             const f32x16 bounds = x + noise_bound(keys.bits(lanes + (uint32_t)i));
             for (uint32_t open = at_least(bounds, score); open; open &= open - 1) {
@@ -164,14 +164,24 @@ void choose(const ChooseArgs& g) {
         const T* logits = (const T*)g.logits + r * g.stride;
         const Best best = best_of_row(logits, g.is_known, g.width);
         int64_t id = best.id;
-        const float temperature = !g.seeds ? 0 : g.temperatures ? g.temperatures[r] : 1;
+        const float temperature = g.temperatures[r];
         if (best.is_sound && temperature != 0) {
-            const float top = g.temperatures ? widen(logits[id]) : 0;
             const DrawKeys keys(g.seeds[r], g.positions[r]);
-            id = Scores<T>{logits, g.is_known, top, temperature, keys}.highest(g.width, id);
+            const Scores<T> scores = {logits, g.is_known, widen(logits[id]), temperature, keys};
+            id = g.truncation.is_on(r, g.width) ? scores.truncated(r, g).highest(g.width, id) : scores.highest(g.width, id);
         }
         g.ids[r] = id;
         g.ids[g.rows + r] = best.is_sound ? id : -1;
+    }
+}
+
+inline void truncate(const TruncateArgs& g) {
+#pragma omp parallel for schedule(dynamic) if (g.rows * g.width >= PARALLEL_ELEMENTS)
+    for (int64_t r = 0; r < g.rows; r++) {
+        if (!g.truncation.is_on(r, g.width)) continue;
+        float* logits = g.logits + r * g.stride;
+        const Best best = best_of_row(logits, nullptr, g.width);
+        if (best.is_sound) truncate(logits, g.width, logits[best.id], g.truncation.of(r));
     }
 }
 

@@ -47,8 +47,8 @@ extern "C" {
 // Sizes of what crosses the border to Python, in the order of library.py's STRUCTURES: it refuses a library of others.
 extern __attribute__((visibility("default"))) const int64_t millrace_struct_bytes[], millrace_num_structs;
 const int64_t millrace_struct_bytes[] = {
-    sizeof(GemmArgs), sizeof(PackArgs),    sizeof(NormArgs),  sizeof(RopeArgs),   sizeof(AttentionArgs),
-    sizeof(SiluArgs), sizeof(CombineArgs), sizeof(RouteArgs), sizeof(ChooseArgs), sizeof(Kernels),
+    sizeof(GemmArgs),    sizeof(PackArgs),  sizeof(NormArgs),   sizeof(RopeArgs),     sizeof(AttentionArgs), sizeof(SiluArgs),
+    sizeof(CombineArgs), sizeof(RouteArgs), sizeof(ChooseArgs), sizeof(TruncateArgs), sizeof(Kernels),
 };
 const int64_t millrace_num_structs = sizeof(millrace_struct_bytes) / sizeof(int64_t);
 

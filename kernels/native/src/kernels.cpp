@@ -39,4 +39,5 @@ extern "C" const Kernels JOIN(kernels_, VARIANT) = {
     [](const CombineArgs* g) { g->is_float ? combine<float>(*g) : combine<bf16>(*g); },
     [](const RouteArgs* g) { g->is_float ? route<float>(*g) : route<bf16>(*g); },
     [](const ChooseArgs* g) { g->is_float ? choose<float>(*g) : choose<bf16>(*g); },
+    [](const TruncateArgs* g) { truncate(*g); },
 };

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import kernels.triton
+from kernels import reference
 from kernels.dispatch import operation_names
 from kernels.triton.attention_launch import AttentionLaunch
 from tests.benchmarks.gpu import first_contact, sweeps
@@ -156,15 +157,16 @@ def test_operations_are_tried_in_cases_that_launch_every_kernel() -> None:
 
 
 def test_a_wrong_result_and_one_that_changes_are_both_found() -> None:
-    case = OperationCase("argmax", "argmax", (torch.tensor([[1.0, 3.0]]),), lambda ops, x: [ops.argmax(x)])
-    answers = [torch.tensor([1]), torch.tensor([0]), torch.tensor([1])]
-    with mock.patch.object(kernels.triton, "argmax", side_effect=answers):
+    inputs = (torch.tensor([[1.0, 3.0]]), torch.ones(2))
+    case = OperationCase("rms_norm", "rms_norm", inputs, lambda ops, *given: [ops.rms_norm(*given, 0.0)])
+    right = reference.rms_norm(*inputs, 0.0)
+    with mock.patch.object(kernels.triton, "rms_norm", side_effect=[right, right - 1, right]):
         changing = check_operation(case, kernels.triton, CPU, repeats=3)
-    with mock.patch.object(kernels.triton, "argmax", return_value=torch.tensor([0])):
+    with mock.patch.object(kernels.triton, "rms_norm", return_value=torch.zeros(1, 2)):
         wrong = check_operation(case, kernels.triton, CPU, repeats=1)
     assert changing == {"ok": False, "differing_repeats": 1}
     assert not wrong["ok"]
-    assert "differs; at (0,): 0 where 1 was expected" in wrong["error"]
+    assert "at (0, 1): 0.0 where 1.34" in wrong["error"]
 
 
 TOOL = """

@@ -21,19 +21,18 @@ import pytest
 import torch
 import triton
 
-from kernels.operands import ExpertOutputs, PackedWeight, RoutedExperts
+from kernels.operands import ExpertOutputs, PackedWeight, RoutedExperts, Truncation
 from kernels.quantised import QuantisedWeight, WeightScheme
 from kernels.triton import quantised
 from kernels.triton.combine_experts import add_experts_rms_norm, combine_experts
 from kernels.triton.dense import MANY_ROWS, fused_add_rms_norm, rms_norm, silu_and_mul
 from kernels.triton.experts import route_and_sort, route_topk, sort_tokens_by_expert
 from kernels.triton.grouped_gemm import grouped_gemm
-from kernels.triton.gumbel import choose_tokens, gumbel_argmax
+from kernels.triton.gumbel import choose_tokens
 from kernels.triton.moe_small_batch import moe_small_batch
 from kernels.triton.quantised import pack
 from kernels.triton.rope_kv_store import qk_norm_rope_store_kv
-from kernels.triton.sampling import apply_penalties, argmax
-from kernels.triton.truncation import mask_top_k_top_p_min_p
+from kernels.triton.sampling import apply_penalties
 from tests.kernels.aot.attention_launches import launch_attention, launch_float8_cache, launch_windows
 from tests.support.compiled_kernels import SHARED_MEMORY_LIMIT_BYTES, CompiledKernel, compiled_kernels
 
@@ -53,7 +52,7 @@ TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 4096)
 DERIVED = ((64, 6, 4), (64, 6, 80), (64, 6, 150), (64, 6, 300), (64, 6, 1000), (64, 6, 4000))
 
 VOCAB_SIZES = (151_936, 128_256)  # Qwen3 of every size, Llama 3
-SAMPLING_ROW_COUNTS = (1, 2, 64)  # narrow blocks, narrow blocks of a count not divisible by 16, wide blocks
+SAMPLING_ROW_COUNTS = (1, 64)
 
 HEADINGS = (
     *("kernel", "configuration", "warps", "stages", "sm", "registers", "spilled bytes", "shared bytes"),
@@ -161,11 +160,10 @@ def _sample(num_rows: int, vocab_size: int) -> None:
     ids = torch.empty(num_rows, dtype=torch.int64)
     number = torch.empty(num_rows)
     pairs = torch.empty(1000, dtype=torch.int64)
-    argmax(logits)
-    gumbel_argmax(logits, ids, ids)
-    choose_tokens(logits.to(DTYPE), torch.empty(vocab_size, dtype=torch.bool), number, ids, ids)
+    is_known = torch.empty(vocab_size, dtype=torch.bool)
+    choose_tokens(logits.to(DTYPE), is_known, number, ids, ids)
     apply_penalties(logits, pairs, pairs, pairs.int(), number, number, number)
-    mask_top_k_top_p_min_p(logits, ids, number, number)
+    choose_tokens(logits, is_known, number, ids, ids, Truncation(ids, number, number))
 
 
 _QUANTISED_TOKENS = (16, 32, 64, 128)  # one for each height of tile

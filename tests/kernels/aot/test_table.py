@@ -14,7 +14,8 @@ import triton
 import kernels.triton
 from kernels.triton.compilation import compile_ahead, settle_keys
 from kernels.triton.dense import rms_norm, silu_and_mul
-from kernels.triton.sampling import _argmax_kernel, argmax, ranked
+from kernels.triton.gumbel import _rank_kernel, choose_tokens
+from kernels.triton.sampling import ranked
 from tests.kernels.aot.table import DOCUMENTS, HEADINGS, SM_89, TABLE, compile_all, markdown, table_rows
 from tests.support.compiled_kernels import SHARED_MEMORY_LIMIT_BYTES, CompiledKernel, found_on_disk, on_a_new_device
 
@@ -115,14 +116,15 @@ def broken_kernel(x_ptr: Any) -> None:
     x_ptr.nothing_of_this_name()
 
 
-def launch_three() -> torch.Tensor:
+def launch_some() -> torch.Tensor:
     x = torch.ones(3, 256)
     silu_and_mul(x)
-    return argmax(rms_norm(x, torch.ones(256), 1e-6))
+    draws = (torch.zeros(3), *torch.zeros(2, 3, dtype=torch.int64))
+    return choose_tokens(rms_norm(x, torch.ones(256), 1e-6), torch.ones(256, dtype=torch.bool), *draws)[0]
 
 
 def launch_and_use_what_was_written() -> None:
-    token_ids = launch_three()
+    token_ids = launch_some()
     assert token_ids.tolist() == [0, 0, 0]  # not what lay in the memory: it is an index of what follows
 
 
@@ -133,7 +135,7 @@ def test_launches_are_compiled_ahead_in_processes_for_all_later_ones(
     with on_a_new_device(90):
         first = compile_ahead(launch_and_use_what_was_written, 2)
     with found_on_disk(90) as found:
-        launch_three()
+        launch_some()
     with on_a_new_device(90):
         again = compile_ahead(launch_and_use_what_was_written, 2)
     assert (first.num_cached, first.num_processes, first.failures) == (0, 2, ())
@@ -142,7 +144,7 @@ def test_launches_are_compiled_ahead_in_processes_for_all_later_ones(
 
 
 def test_a_kernels_key_does_not_depend_on_what_was_asked_for_first() -> None:
-    called_first = {"ranked": ranked, "_argmax_kernel": _argmax_kernel}
+    called_first = {"ranked": ranked, "_rank_kernel": _rank_kernel}
     keys = []
     for order in (called_first, reversed(called_first)):
         for function in called_first.values():
@@ -152,7 +154,7 @@ def test_a_kernels_key_does_not_depend_on_what_was_asked_for_first() -> None:
         keys.append((unsettled, {name: function.cache_key for name, function in called_first.items()}))
     (first, settled), (second, settled_too) = keys
     assert settled == settled_too
-    assert first["_argmax_kernel"] != second["_argmax_kernel"]  # or the compiler needs no settling any more
+    assert first["_rank_kernel"] != second["_rank_kernel"]  # or the compiler needs no settling any more
 
 
 def test_what_a_process_cannot_compile_is_named_and_costs_itself_alone(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -24,6 +25,8 @@ from kernels.reference.sampling import gumbel_noise
 from tests.support.tensors import assert_close, native_variants
 
 PINNED = ["0x1.a95f1a0000000p+1", "-0x1.8088fa0000000p-2", "0x1.25cb660000000p+2"]
+Argmax = Callable[[torch.Tensor], torch.Tensor]
+Draws = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 SEEDS = [0, 1, -1, 2**31, 2**32, 2**63 - 1, -(2**63), 123456789012345]
 
 
@@ -43,11 +46,14 @@ def warped(row: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.T
     return scores[0]
 
 
-def check_masks(logits: torch.Tensor, options: list[tuple[int, float, float]]) -> None:
-    """Both implementations must leave exactly the logits that transformers leaves, and the same tokens.
+def check_masks(
+    logits: torch.Tensor, options: list[tuple[int, float, float]], variants: Sequence[str] = native_variants()
+) -> None:
+    """All implementations must leave exactly the logits that transformers leaves, and the same tokens.
 
     Among equal logits transformers leaves arbitrary ones (its sort is not stable), so tokens are compared with the
-    reference. options: (top_k, top_p, min_p) of each row.
+    reference. options: (top_k, top_p, min_p) of each row; variants: the native kernels, whose mass is a sum in double:
+    they may decide otherwise where an edge is within the roundings of a sum in float32.
     """
     top_k = torch.tensor([k for k, _, _ in options])
     top_p, min_p = (torch.tensor([option[i] for option in options], dtype=torch.float32) for i in (1, 2))
@@ -58,6 +64,10 @@ def check_masks(logits: torch.Tensor, options: list[tuple[int, float, float]]) -
     cpu.mask_top_k_top_p_min_p(from_cpu, top_k, top_p, min_p)
     reference.mask_top_k_top_p_min_p(from_reference, top_k, top_p, min_p)
     assert_close(from_cpu, from_reference, max_steps=0, rms_steps=0)
+    for variant in variants:
+        native = logits.clone()
+        native_operations(variant).mask_top_k_top_p_min_p(native, top_k, top_p, min_p)
+        assert_close(native, from_reference, max_steps=0, rms_steps=0)
     for row, other in zip(from_cpu, expected, strict=True):
         assert_close(row.sort().values, other.sort().values, max_steps=0, rms_steps=0)
         if len(set(logits.flatten().tolist())) == logits.numel():
@@ -128,7 +138,8 @@ def test_masks_equal_those_of_transformers_for_any_parameters(
     vocab: int, seed: int, spread: float, rounded: bool, option: tuple[int, float, float]
 ) -> None:
     logits = random_logits(1, vocab, spread=spread, seed=seed)
-    check_masks(logits.round() if rounded else logits, [(min(option[0], vocab), option[1], option[2])])
+    logits = logits.round() if rounded else logits
+    check_masks(logits, [(min(option[0], vocab), option[1], option[2])], variants=())
 
 
 def test_a_nucleus_edge_within_rounding_is_decided_as_by_transformers() -> None:
@@ -143,7 +154,7 @@ def test_a_nucleus_edge_at_a_tokens_mass_is_decided_as_by_transformers(top_k: in
     logits = random_logits(1, 3000, spread=2.0)
     mass = TopKLogitsWarper(top_k)(None, logits)[0].sort().values.softmax(-1).cumsum(-1)[-50:-1:3]
     options = [(top_k, 1 - float(value), 0.0) for value in mass]
-    check_masks(logits.expand(len(options), -1).contiguous(), options)
+    check_masks(logits.expand(len(options), -1).contiguous(), options, variants=())
 
 
 def test_rows_with_everything_off_are_not_touched() -> None:
@@ -200,9 +211,9 @@ def test_presence_and_frequency_count_the_output_only(operations: Operations) ->
     assert logits.tolist() == [[1.0, 0.25, -0.25, 1.0]]
 
 
-@pytest.mark.parametrize("operations", [cpu, reference])
+@pytest.mark.parametrize("argmax", [cpu.sampling.argmax, reference.sampling.argmax])
 @pytest.mark.parametrize("vocab_size", [1003, 4096, 5003])  # read whole, in blocks, in blocks of which one is short
-def test_argmax_takes_the_lower_of_equals_and_sees_nan(operations: Operations, vocab_size: int) -> None:
+def test_argmax_takes_the_lower_of_equals_and_sees_nan(argmax: Argmax, vocab_size: int) -> None:
     logits = random_logits(9, vocab_size)
     last = vocab_size - 1
     logits[0, [700, 41, 900]] = 50.0
@@ -212,13 +223,13 @@ def test_argmax_takes_the_lower_of_equals_and_sees_nan(operations: Operations, v
     logits[4, last] = 50.0
     logits[5, [last, last - 3]] = torch.nan
     logits[6, [last, last - 200]] = torch.inf
-    assert operations.argmax(logits).tolist()[:7] == [41, 0, 0, 17, last, last - 3, last - 200]
-    assert_close(operations.argmax(logits), reference.argmax(logits))
+    assert argmax(logits).tolist()[:7] == [41, 0, 0, 17, last, last - 3, last - 200]
+    assert argmax(logits).tolist() == logits.argmax(-1).tolist()
 
 
-def draw(operations: Operations, logits: torch.Tensor, seed: int, first_position: int = 0) -> torch.Tensor:
+def draw(draws: Draws, logits: torch.Tensor, seed: int, first_position: int = 0) -> torch.Tensor:
     rows = logits.shape[0]
-    return operations.gumbel_argmax(logits, torch.full((rows,), seed), torch.arange(rows) + first_position)
+    return draws(logits, torch.full((rows,), seed), torch.arange(rows) + first_position)
 
 
 def test_the_noise_is_pinned() -> None:
@@ -279,14 +290,15 @@ def test_both_implementations_draw_the_same_tokens(vocab: int, spread: float) ->
     num_rows = 19 if vocab < 1000 else 5  # the reference goes through the tokens one by one
     logits = torch.randn(num_rows, vocab, generator=torch.Generator().manual_seed(vocab)) * spread
     for seed in SEEDS[:3]:
-        assert draw(cpu, logits, seed).tolist() == draw(reference, logits, seed).tolist()
+        expected = draw(reference.sampling.gumbel_argmax, logits, seed)
+        assert draw(gumbel.gumbel_argmax, logits, seed).tolist() == expected.tolist()
 
 
 @pytest.mark.slow
 def test_draws_follow_the_softmax() -> None:
     probabilities = torch.tensor([0.5, 0.25, 0.125, 0.1, 0.02, 0.005])
     n = 5_000
-    drawn = draw(cpu, probabilities.log().expand(n, 6).contiguous(), seed=3)
+    drawn = draw(gumbel.gumbel_argmax, probabilities.log().expand(n, 6).contiguous(), seed=3)
     observed = torch.bincount(drawn, minlength=6).double()
     chi_square = float(((observed - n * probabilities).square() / (n * probabilities)).sum())
     assert chi_square < 20.5  # 5 degrees of freedom, one run in 1000
@@ -295,20 +307,20 @@ def test_draws_follow_the_softmax() -> None:
 def test_a_draw_does_not_depend_on_the_rest_of_the_batch() -> None:
     logits = torch.randn(23, 500, generator=torch.Generator().manual_seed(1))
     seeds, positions = torch.arange(23) * 17, torch.arange(23) + 100
-    together = cpu.gumbel_argmax(logits, seeds, positions)
+    together = gumbel.gumbel_argmax(logits, seeds, positions)
     order = torch.randperm(23, generator=torch.Generator().manual_seed(2))
-    assert torch.equal(cpu.gumbel_argmax(logits[order], seeds[order], positions[order]), together[order])
+    assert torch.equal(gumbel.gumbel_argmax(logits[order], seeds[order], positions[order]), together[order])
     for row in range(23):
         one = slice(row, row + 1)
-        assert cpu.gumbel_argmax(logits[one], seeds[one], positions[one]).tolist() == [int(together[row])]
+        assert gumbel.gumbel_argmax(logits[one], seeds[one], positions[one]).tolist() == [int(together[row])]
 
 
-@pytest.mark.parametrize("operations", [cpu, reference])
-def test_a_masked_token_is_never_drawn(operations: Operations) -> None:
+@pytest.mark.parametrize("draws", [gumbel.gumbel_argmax, reference.sampling.gumbel_argmax])
+def test_a_masked_token_is_never_drawn(draws: Draws) -> None:
     logits = torch.zeros(200, 50)
     logits[:, torch.arange(50) % 5 != 2] = -torch.inf
-    assert set(draw(operations, logits, seed=9).tolist()) <= set(range(2, 50, 5))
-    assert len(set(draw(operations, logits, seed=9).tolist())) > 5
+    assert set(draw(draws, logits, seed=9).tolist()) <= set(range(2, 50, 5))
+    assert len(set(draw(draws, logits, seed=9).tolist())) > 5
 
 
 def test_rows_that_are_not_finite_are_decided_as_in_the_reference() -> None:
@@ -317,13 +329,13 @@ def test_rows_that_are_not_finite_are_decided_as_in_the_reference() -> None:
     logits[1, [30, 12]] = torch.inf
     logits[2, [9, 3]] = torch.nan
     logits[3, 1:] = -torch.inf
-    drawn = draw(cpu, logits, seed=1).tolist()
-    assert drawn == draw(reference, logits, seed=1).tolist()
+    drawn = draw(gumbel.gumbel_argmax, logits, seed=1).tolist()
+    assert drawn == draw(reference.sampling.gumbel_argmax, logits, seed=1).tolist()
     assert drawn[:4] == [0, 12, 3, 0]
 
 
 def test_no_rows_draw_nothing() -> None:
-    assert draw(cpu, torch.empty(0, 7), seed=1).shape == (0,)
+    assert draw(gumbel.gumbel_argmax, torch.empty(0, 7), seed=1).shape == (0,)
 
 
 @pytest.mark.parametrize("variant", [None, *native_variants()])

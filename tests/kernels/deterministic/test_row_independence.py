@@ -104,7 +104,8 @@ def test_sampling() -> None:
     def run(indices: torch.Tensor) -> torch.Tensor:
         masked = logits[indices]
         deterministic.mask_top_k_top_p_min_p(masked, top_k[indices], top_p[indices], min_p[indices])
-        drawn = deterministic.gumbel_argmax(masked, 7 * indices, 3 * indices)
-        return torch.cat([masked, drawn[:, None], torch.log_softmax(logits[indices], -1)], dim=1)
+        draws = (torch.ones(3001, dtype=torch.bool), torch.ones(len(indices)), 7 * indices, 3 * indices)
+        drawn = deterministic.choose_tokens(masked.clone(), *draws)
+        return torch.cat([masked, drawn.T, torch.log_softmax(logits[indices], -1)], dim=1)
 
     check_rows(run, rows)

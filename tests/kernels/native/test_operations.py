@@ -12,7 +12,8 @@ from kernels import cpu, reference
 from kernels.interface import KernelsUnavailable, Operations
 from kernels.native import library
 from kernels.native.operations import native_operations
-from kernels.operands import HUGE_PAGE_BYTES, ExpertLayout, RoutedExperts
+from kernels.operands import HUGE_PAGE_BYTES, ExpertLayout, RoutedExperts, Truncation
+from kernels.reference.sampling import gumbel_noise
 from tests.support.tensors import assert_close, in_poison, native_variants, needs_native, randn
 
 pytestmark = needs_native
@@ -145,7 +146,7 @@ def test_ties_go_to_the_lower_expert_and_a_nan_shows(ops: Operations) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab_size", [1, 7, 16, 33, 1024, 1025, 4097, 32_768])
-def test_argmax_takes_the_lower_of_equals_and_sees_nan(ops: Operations, vocab_size: int, dtype: torch.dtype) -> None:
+def test_the_lower_of_equals_is_chosen_and_nan_is_seen(ops: Operations, vocab_size: int, dtype: torch.dtype) -> None:
     logits = randn(8, vocab_size, dtype=dtype)
     logits[1] = 0.0
     logits[2] = -torch.inf
@@ -153,8 +154,11 @@ def test_argmax_takes_the_lower_of_equals_and_sees_nan(ops: Operations, vocab_si
     logits[4, vocab_size // 2] = torch.nan
     logits[5] = torch.nan
     logits[6, -1] = torch.inf
-    assert ops.argmax(in_poison(logits)).tolist() == logits.argmax(-1).tolist()
-    assert ops.argmax(logits[:0]).tolist() == []
+    draws = (torch.ones(vocab_size, dtype=torch.bool), torch.zeros(8), *torch.zeros(2, 8, dtype=torch.int64))
+    chosen = ops.choose_tokens(in_poison(logits), *draws)
+    assert chosen[0].tolist() == logits.argmax(-1).tolist()
+    assert (chosen[1] < 0).tolist() == [False, False, True, False, True, True, True, False]
+    assert ops.choose_tokens(logits[:0], draws[0], *(x[:0] for x in draws[1:])).shape == (2, 0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -171,39 +175,66 @@ def test_draws_are_those_of_pytorch_to_the_bit(
     draws = (is_known, temperatures, seeds, positions)
     chosen = ops.choose_tokens(in_poison(logits), *draws)
     assert chosen.tolist() == cpu.choose_tokens(logits.float(), *draws).tolist()
-    drawn = ops.gumbel_argmax(in_poison(logits), seeds, positions)
-    assert drawn.tolist() == cpu.gumbel_argmax(logits.float(), seeds, positions).tolist()
 
 
-@pytest.mark.parametrize("logit", [3e6, 5e6, 1e9, -3e38])
-def test_of_scores_that_are_rounded_to_one_the_first_is_drawn(ops: Operations, logit: float) -> None:
-    seeds = torch.tensor([0, 4, 16, 23, 46, 92, 100, 115, 120])
-    logits, positions = torch.full((9, 40), logit), torch.zeros(9, dtype=torch.int64)
-    drawn = ops.gumbel_argmax(logits, seeds, positions)
-    assert drawn.tolist() == cpu.gumbel_argmax(logits, seeds, positions).tolist()
-    assert (not drawn.any()) == (abs(logit) > 1e8)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab_size", [1, 15, 17, 100, 1000, 32_768])
+@pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 8.0])
+def test_truncated_rows_are_those_of_pytorch(
+    ops: Operations, spread: float, vocab_size: int, dtype: torch.dtype
+) -> None:
+    """Of equal scores too. Rows of one unit each hold few values: ties at the k-th token and at the nucleus' edge."""
+    logits = randn(16, vocab_size, dtype=dtype, seed=vocab_size) * spread
+    logits[8:] = logits[8:].round()
+    logits[3, 1::2] = -torch.inf
+    limits = truncation_of(vocab_size)
+    masked, expected = in_poison(logits.float()), logits.float()
+    ops.mask_top_k_top_p_min_p(masked, *limits)
+    cpu.mask_top_k_top_p_min_p(expected, *limits)
+    assert_close(masked, expected, max_steps=0, rms_steps=0)
+    temperatures = torch.tensor([1.0, 0.7, 0.0, 1.3, 2.0, 1e-3, 0.1, 0.3] * 2)
+    is_known = torch.arange(vocab_size) % 7 != 3
+    draws = (is_known, temperatures, torch.arange(16) * 2**33 - 5, torch.arange(16) * 2**31, limits)
+    chosen = ops.choose_tokens(in_poison(logits), *draws)
+    assert chosen.tolist() == cpu.choose_tokens(logits.float(), *draws).tolist()
 
 
-def test_rows_that_are_not_finite_are_decided_by_their_largest_logit(ops: Operations) -> None:
-    logits = randn(7, 40)
-    logits[0] = -torch.inf
-    logits[1, [30, 12]] = torch.inf
-    logits[2, [9, 3]] = torch.nan
-    logits[3, [3, 9]] = torch.tensor([torch.inf, torch.nan])
-    logits[4, 1:] = -torch.inf
-    seeds, positions = torch.arange(14)[::2], torch.arange(21)[::3]
-    drawn = ops.gumbel_argmax(logits.T.contiguous().T, seeds, positions)
-    assert drawn.tolist() == cpu.gumbel_argmax(logits, seeds, positions).tolist()
-    assert drawn[:5].tolist() == [0, 12, 3, 9, 0]
+def truncation_of(vocab_size: int) -> Truncation:
+    """Of 16 rows: each alone, several together, and off. Of 100 or 1000 equal scores no share is a whole number."""
+    top_k = [20, vocab_size, vocab_size, 50, vocab_size, 1, 700, 20_000] * 2
+    top_p = [1.0, 0.9013, 1.0, 0.9507, 1.0, 0.5003, 0.8013, 0.9999]
+    top_p += [1.0, 0.3003, 1e-7, 0.5003, 0.9993, 1.0, 0.9013, 0.6003]
+    min_p = [0.0, 0.0, 0.0, 0.0, 0.1, 0.0, 0.02, 0.0] * 2
+    return Truncation(torch.tensor(top_k).clamp(max=vocab_size), torch.tensor(top_p), torch.tensor(min_p))
 
 
-def test_a_finer_logit_ties_with_one_that_takes_up_its_noise(ops: Operations) -> None:
-    """Above 2^23 floats are whole numbers. Token 2460 draws 22.18 (see below), and its score is rounded to 2490's."""
-    logits, draws = torch.zeros(1, 2500), (torch.tensor([16_141_018]), torch.tensor([7]))
-    logits[0, 2490] = 2.0**23 + 12
-    noise = cpu.gumbel.gumbel_noise(16_141_018, 7, torch.tensor([2490]))
-    logits[0, 2460] = logits[0, 2490] + noise - 22.5
-    assert ops.gumbel_argmax(logits, *draws).tolist() == cpu.gumbel_argmax(logits, *draws).tolist() == [2460]
+def test_logits_that_are_not_finite_are_not_truncated(ops: Operations) -> None:
+    logits = randn(4, 40)
+    logits[0, 7], logits[1, 7], logits[2] = torch.nan, torch.inf, -torch.inf
+    logits[3, 20:] = -3e38  # the difference to the largest is finite no more
+    logits[3, 0] = 3e38
+    masked = logits.clone()
+    ops.mask_top_k_top_p_min_p(masked, torch.full((4,), 3), torch.full((4,), 0.9), torch.zeros(4))
+    assert_close(masked[:3], logits[:3], max_steps=0, rms_steps=0)
+    assert (masked[3] > -torch.inf).nonzero().flatten().tolist() == [0]
+    for given in (logits.bfloat16(), logits.T):
+        with pytest.raises(ValueError, match=r"accepted: float32, a last stride of 1"):
+            ops.mask_top_k_top_p_min_p(given, torch.full((4,), 3), torch.full((4,), 0.9), torch.zeros(4))
+
+
+@pytest.mark.parametrize("first", [0, 700])
+def test_of_equal_scores_the_first_is_drawn(ops: Operations, first: int) -> None:
+    """The second token's logit is higher by as much as its noise is lower."""
+    second = first + 3
+    for seed in range(9999):  # of few the difference is one that float32 holds
+        noise = torch.tensor([gumbel_noise(seed, 7, first), gumbel_noise(seed, 7, second)])
+        if 4 > noise[0] > noise[1] > 2 and noise[1] - noise[0] + noise[0] == noise[1]:
+            break
+    logits = torch.full((1, 2500), -60.0)
+    logits[0, [first, second]] = torch.stack((noise[1] - noise[0], torch.tensor(0.0)))
+    assert noise[0] > logits[0, first] + noise[0] == noise[1] > 2
+    draws = (torch.ones(2500, dtype=torch.bool), torch.ones(1), torch.tensor([seed]), torch.tensor([7]))
+    assert ops.choose_tokens(logits, *draws).tolist() == [[first], [first]]
 
 
 def test_logits_are_divided_by_the_temperature_and_rounded_once(ops: Operations) -> None:

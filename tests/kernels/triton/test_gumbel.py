@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 
 from kernels import cpu, reference
+from kernels.operands import Truncation
 from kernels.reference.sampling import gumbel_noise
-from kernels.triton.gumbel import choose_tokens, gumbel_argmax, noise_bound, token_noise
+from kernels.triton.gumbel import choose_tokens, noise_bound, token_noise
 from tests.support.tensors import assert_close, in_longer_rows, randn
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -57,9 +58,19 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def draw(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, device: torch.device) -> list[int]:
-    drawn = gumbel_argmax(in_longer_rows(logits, device), seeds.to(device), positions.to(device))
-    assert drawn.dtype == torch.int64
-    return list(drawn.tolist())
+    """By the kernels, with a temperature of 1."""
+    is_known = torch.ones(logits.shape[1], dtype=torch.bool, device=device)
+    temperatures = torch.ones(logits.shape[0], device=device)
+    chosen = choose_tokens(
+        in_longer_rows(logits, device), is_known, temperatures, seeds.to(device), positions.to(device)
+    )
+    assert chosen.dtype == torch.int64
+    assert torch.equal(chosen[0], chosen[1])
+    return list(chosen[0].tolist())
+
+
+def by_reference(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> list[int]:
+    return list(reference.sampling.gumbel_argmax(logits - logits.amax(1, keepdim=True), seeds, positions).tolist())
 
 
 def noise_of(triples: list[tuple[int, int, int]], device: torch.device) -> torch.Tensor:
@@ -117,19 +128,22 @@ def test_the_best_score_wins_over_a_higher_bound(device: torch.device) -> None:
     triples = [(seed, 3, token) for seed in range(150) for token in range(64)]
     highest = (logits + noise_and_bounds(triples, device)[1].view(150, 64)).argmax(1)
     drawn = torch.tensor(draw(logits, seeds, positions, device))
-    assert drawn.tolist() == cpu.gumbel_argmax(logits, seeds, positions).tolist()
+    assert drawn.tolist() == cpu.gumbel.gumbel_argmax(logits, seeds, positions).tolist()
     assert 3 <= int((drawn != highest).sum()) < 50
-    assert chosen_of(logits, (torch.ones(150), seeds, positions), range(0), device) == drawn.tolist()
 
 
-@pytest.mark.parametrize("logit", [3e6, 5e6, 1e9, -3e38])
-def test_of_scores_that_are_rounded_to_one_the_first_wins(logit: float, device: torch.device) -> None:
-    """Below 1e7 bounds are rounded apart where scores are not, in some of these rows; far above all are one."""
-    seeds = torch.tensor([0, 4, 16, 23, 46, 92, 100, 115, 120])
-    logits, positions = torch.full((9, 16), logit), torch.zeros(9, dtype=torch.int64)
-    drawn = draw(logits, seeds, positions, device)
-    assert drawn == cpu.gumbel_argmax(logits, seeds, positions).tolist()
-    assert (drawn == [0] * 9) == (abs(logit) > 1e8)
+@pytest.mark.parametrize("first", [0, 2040, 2047])
+def test_of_equal_scores_the_first_is_drawn(first: int, device: torch.device) -> None:
+    """The second token, of the same block or the next: its logit is higher by as much as its noise is lower."""
+    second = first + 3
+    for seed in range(9999):  # of few the difference is one that float32 holds
+        noise = torch.tensor([gumbel_noise(seed, 7, first), gumbel_noise(seed, 7, second)])
+        if 4 > noise[0] > noise[1] > 2 and noise[1] - noise[0] + noise[0] == noise[1]:
+            break
+    logits = torch.full((1, 2500), -60.0)
+    logits[0, [first, second]] = torch.stack((noise[1] - noise[0], torch.tensor(0.0)))
+    assert noise[0] > logits[0, first] + noise[0] == noise[1] > 2
+    assert draw(logits, torch.tensor([seed]), torch.tensor([7]), device) == [first]
 
 
 @pytest.mark.parametrize("spread", [0.0, 1.0, 8.0, 300.0])
@@ -137,8 +151,7 @@ def test_of_scores_that_are_rounded_to_one_the_first_wins(logit: float, device: 
 def test_draws_are_those_of_the_reference(vocab: int, spread: float, device: torch.device) -> None:
     logits = randn(len(SEEDS), vocab, seed=vocab) * spread
     seeds, positions = torch.tensor(SEEDS), torch.arange(len(SEEDS)) * 3
-    expected = reference.gumbel_argmax(logits, seeds, positions).tolist()
-    assert draw(logits, seeds, positions, device) == expected
+    assert draw(logits, seeds, positions, device) == by_reference(logits, seeds, positions)
 
 
 def test_draws_over_several_blocks_are_those_of_the_reference(device: torch.device) -> None:
@@ -146,7 +159,7 @@ def test_draws_over_several_blocks_are_those_of_the_reference(device: torch.devi
     logits = randn(12, 6101, seed=5)
     seeds, positions = torch.arange(12) - 6, torch.arange(12) + 2**33
     drawn = draw(logits, seeds, positions, device)
-    assert drawn == reference.gumbel_argmax(logits, seeds, positions).tolist()
+    assert drawn == by_reference(logits, seeds, positions)
     assert len({token // 2048 for token in drawn}) == 3
 
 
@@ -166,31 +179,14 @@ def test_a_masked_token_is_never_drawn(device: torch.device) -> None:
     assert len(set(drawn)) > 5
 
 
-def test_rows_that_are_not_finite_are_decided_as_in_the_reference(device: torch.device) -> None:
-    logits = randn(7, 40, seed=4)
-    logits[0] = -torch.inf
-    logits[1, [30, 12]] = torch.inf
-    logits[2, [9, 3]] = torch.nan
-    logits[3, 1:] = -torch.inf
-    logits[4, :39] = -torch.inf
-    logits[5, [3, 9]] = torch.tensor([torch.inf, torch.nan])
-    seeds = torch.full((7,), 1)
-    drawn = draw(logits, seeds, torch.arange(7), device)
-    assert drawn == reference.gumbel_argmax(logits, seeds, torch.arange(7)).tolist()
-    assert drawn[:6] == [0, 12, 3, 0, 39, 9]
-
-
 def test_strided_parameters_and_columns_are_read_as_they_are(device: torch.device) -> None:
     logits = randn(90, 6, seed=3)
     seeds, positions = torch.arange(12) - 4, torch.arange(12) * 5
-    expected = reference.gumbel_argmax(logits.T, seeds[::2], positions[::2]).tolist()
-    drawn = gumbel_argmax(logits.to(device).T, seeds.to(device)[::2], positions.to(device)[::2])
-    assert drawn.tolist() == expected
-
-
-def test_no_rows_draw_nothing(device: torch.device) -> None:
-    none = torch.zeros(0, dtype=torch.int64)
-    assert draw(torch.zeros(0, 7), none, none, device) == []
+    expected = by_reference(logits.T, seeds[::2], positions[::2])
+    is_known = torch.ones(90, dtype=torch.bool, device=device)
+    temperatures = torch.tensor([1.0, 7.0] * 6, device=device)
+    draws = (temperatures[::2], seeds.to(device)[::2], positions.to(device)[::2])
+    assert choose_tokens(logits.to(device).T, is_known, *draws).tolist() == [expected, expected]
 
 
 @pytest.mark.gpu
@@ -198,22 +194,30 @@ def test_no_rows_draw_nothing(device: torch.device) -> None:
 def test_draws_over_a_real_vocabulary_are_those_of_the_cpu(device: torch.device) -> None:
     logits = randn(64, 151_936, seed=6) * 3
     seeds, positions = torch.arange(64) - 32, torch.arange(64) * 1001
-    assert draw(logits, seeds, positions, device) == cpu.gumbel_argmax(logits, seeds, positions).tolist()
+    expected = cpu.gumbel.gumbel_argmax(logits - logits.amax(1, keepdim=True), seeds, positions)
+    assert draw(logits, seeds, positions, device) == expected.tolist()
 
 
-def chosen_of(logits: torch.Tensor, draws: tuple[torch.Tensor, ...], unknown: range, device: torch.device) -> Any:
+Draws = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def chosen_of(
+    logits: torch.Tensor, draws: Draws, unknown: range, device: torch.device, truncation: Truncation | None = None
+) -> Any:
     """Both lines of what is chosen by the kernels, which must leave the logits as they are."""
     is_known = torch.ones(logits.shape[1], dtype=torch.bool)
     is_known[list(unknown)] = False
     given = in_longer_rows(logits, device)
-    chosen = choose_tokens(given, is_known.to(device), *(tensor.to(device) for tensor in draws))
+    temperatures, seeds, positions = (tensor.to(device) for tensor in draws)
+    limits = None if truncation is None else Truncation(*(tensor.to(device) for tensor in truncation))
+    chosen = choose_tokens(given, is_known.to(device), temperatures, seeds, positions, limits)
     assert_close(given.cpu(), logits, max_steps=0, rms_steps=0)
-    expected = reference.choose_tokens(logits, is_known, *draws)
+    expected = reference.choose_tokens(logits, is_known, *draws, truncation)
     assert chosen.cpu().tolist() == expected.tolist()
     return expected[1].tolist()
 
 
-def plain_draws(temperatures: list[float]) -> tuple[torch.Tensor, ...]:
+def plain_draws(temperatures: list[float]) -> Draws:
     count = len(temperatures)
     seeds, positions = (torch.tensor((values * 9)[:count]) for values in (SEEDS, POSITIONS))
     return torch.tensor(temperatures), seeds, positions
@@ -247,7 +251,7 @@ def test_the_maximum_is_taken_off_before_noise_is_added(device: torch.device) ->
     logits = randn(24, 300, seed=2).round() + 2.0**23
     temperatures, seeds, positions = plain_draws([0.5, 0.9, 1.3, 2.0] * 6)
     chosen = chosen_of(logits, (temperatures, seeds, positions), range(0), device)
-    as_they_are = reference.gumbel_argmax(logits / temperatures[:, None], seeds, positions).tolist()
+    as_they_are = reference.sampling.gumbel_argmax(logits / temperatures[:, None], seeds, positions).tolist()
     assert sum(token != other for token, other in zip(chosen, as_they_are, strict=True)) >= 5
 
 
@@ -294,8 +298,38 @@ def test_of_equal_logits_the_first_known_is_chosen(device: torch.device) -> None
     assert chosen_of(logits, plain_draws([0.0]), range(4), device) == [9]
 
 
+def truncation_of(top_k: list[int], top_p: list[float], min_p: list[float]) -> Truncation:
+    return Truncation(torch.tensor(top_k), torch.tensor(top_p), torch.tensor(min_p))
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 700, 2503])
+def test_truncated_rows_draw_as_in_the_reference(vocab: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Also beside greedy rows, whose limits mean nothing, and rows without any."""
+    logits = (randn(9, vocab, seed=vocab) * 3).to(dtype)
+    logits[5:7] = logits[5:7].round()
+    draws = plain_draws([0.7, 1.0, 0.0, 2.0, 0.6, 1.0, 1.0, 1.3, 0.9])
+    top_k = [min(k, vocab) for k in (3, vocab, 2, vocab, 20, 5, vocab, 40, vocab)]
+    limits = truncation_of(
+        top_k, [1.0, 0.9, 0.5, 1.0, 0.95, 1.0, 0.5, 0.8, 1.0], [0.0] * 3 + [0.2] + [0.0] * 3 + [0.05, 0.0]
+    )
+    for unknown in (range(0), range(1, vocab, 3)):
+        kept = chosen_of(logits, draws, unknown, device, limits)
+        assert not set(kept) & set(unknown)
+    assert vocab < 700 or chosen_of(logits, draws, range(0), device) != kept
+
+
+def test_a_token_that_is_not_among_the_best_is_not_drawn(device: torch.device) -> None:
+    logits = randn(1, 60).expand(200, 60)
+    draws = (torch.full((200,), 50.0), torch.arange(200), torch.zeros(200, dtype=torch.int64))
+    limits = truncation_of([3] * 200, [1.0] * 200, [0.0] * 200)
+    assert set(chosen_of(logits, draws, range(0), device, limits)) == set(logits[0].topk(3).indices.tolist())
+
+
+@pytest.mark.parametrize("limits", [None, truncation_of([5] * 7, [0.9] * 7, [0.1] * 7)])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_rows_that_are_not_finite_choose_nothing(temperature: float, device: torch.device) -> None:
+def test_rows_that_are_not_finite_choose_nothing(
+    temperature: float, limits: Truncation | None, device: torch.device
+) -> None:
     logits = randn(7, 2100)
     logits[0, 2090] = torch.nan  # not known, and yet the row is unsound
     logits[1, 5] = torch.nan
@@ -303,7 +337,7 @@ def test_rows_that_are_not_finite_choose_nothing(temperature: float, device: tor
     logits[3, 2047] = torch.inf
     logits[4] = -torch.inf
     logits[5, 1:] = -torch.inf
-    chosen = chosen_of(logits, plain_draws([temperature] * 7), range(2080, 2100), device)
+    chosen = chosen_of(logits, plain_draws([temperature] * 7), range(2080, 2100), device, limits)
     assert chosen[:6] == [-1, -1, -1, -1, -1, 0]
     assert chosen[6] >= 0
 

@@ -10,7 +10,7 @@ import torch
 from kernels import cpu, reference
 from kernels.triton import truncation
 from kernels.triton.launch import TileLaunch
-from kernels.triton.sampling import apply_penalties, argmax
+from kernels.triton.sampling import apply_penalties
 from kernels.triton.truncation import MAX_VOCAB_SIZE, mask_top_k_top_p_min_p
 from tests.support.tensors import assert_close, in_longer_rows
 
@@ -200,36 +200,6 @@ def test_what_cannot_be_masked_is_refused(device: torch.device) -> None:
         mask_top_k_top_p_min_p(torch.zeros(1, MAX_VOCAB_SIZE + 1, device=device), *parameters)
 
 
-@pytest.mark.parametrize("vocab", [1, 5, 700, 5003])
-def test_argmax_is_that_of_the_reference(vocab: int, device: torch.device) -> None:
-    logits = random_logits(4, vocab, seed=vocab)
-    actual = argmax(in_longer_rows(logits, device))
-    assert_close(actual.cpu(), reference.argmax(logits))
-
-
-def test_argmax_takes_the_lower_of_equals_and_sees_nan(device: torch.device) -> None:
-    logits = random_logits(8, 5003)
-    logits[0, [4700, 41, 900]] = 50.0
-    logits[1] = -torch.inf
-    logits[2] = 0.0
-    logits[3, [4017, 2500]] = torch.nan
-    logits[4, [4100, 2050]] = torch.inf
-    logits[5, :5002] = -torch.inf
-    logits[6] = torch.where(torch.arange(5003) < 3, -0.0, 0.0)
-    logits[7] = -5.0
-    logits[7, 0] = -torch.nan
-    actual = argmax(in_longer_rows(logits, device)).tolist()
-    assert actual == [41, 0, 0, 2500, 2050, 5002, 0, 0]
-    assert actual == reference.argmax(logits).tolist()
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="a vocabulary of 64 rows is for a GPU")
-def test_argmax_of_64_rows_over_a_real_vocabulary_is_that_of_the_cpu(device: torch.device) -> None:
-    logits = random_logits(64, 151_936).bfloat16().float()  # with ties
-    assert_close(argmax(logits.to(device)).cpu(), cpu.argmax(logits))
-
-
 def penalised(logits: torch.Tensor, pairs: tuple[torch.Tensor, ...], device: torch.device) -> torch.Tensor:
     actual = in_longer_rows(logits, device)
     apply_penalties(actual, *(tensor.to(device) for tensor in pairs))
@@ -262,4 +232,3 @@ def test_no_pairs_and_no_rows_change_nothing(device: torch.device) -> None:
     assert torch.equal(penalised(logits, (none, none, none.int(), ones, ones, ones), device), logits)
     empty = torch.zeros(0, 5, device=device)
     mask_top_k_top_p_min_p(empty, none.to(device), torch.zeros(0, device=device), torch.zeros(0, device=device))
-    assert argmax(empty).shape == (0,)
