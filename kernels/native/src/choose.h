@@ -147,7 +147,8 @@ struct Scores {
             x = padded(x, n, -INF);
             if (!at_least(x + MAX_NOISE, score)) return;
             const f32x16 bounds = x + noise_bound(keys.bits(lanes + (uint32_t)i));
-            for (uint32_t open = at_least(bounds, score); open; open &= open - 1) {
+            const uint32_t inside = (1u << n) - 1;  // the score so far may be minus infinity: its token may be dropped
+            for (uint32_t open = at_least(bounds, score) & inside; open; open &= open - 1) {
                 const int64_t token = i + __builtin_ctz(open);
                 const float found = of(token);
                 if (found > score || (found == score && token < best)) best = token, score = found;

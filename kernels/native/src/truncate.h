@@ -128,7 +128,8 @@ struct Row {
         int64_t count = 0;
         constexpr int64_t BLOCK = LANES * LANES;
         for (int64_t i = 0; i + BLOCK <= width; i += BLOCK, count += LANES) {
-            f32x16 most = load(scores + i);
+            // Not minus infinity: the middle to it would be it.
+            f32x16 most = max(splat(-FLT_MAX), load(scores + i));
             for (int64_t j = LANES; j < BLOCK; j += LANES) most = max(load(scores + i + j), most);
             store(some + count, most);
         }
@@ -181,10 +182,10 @@ inline void truncate(float* scores, int64_t width, float top, const Truncation::
     Row row = {scores, width, top, some, some + width + LANES};
     Kept kept = {top_k < width ? row.kth_largest(top_k) : LOWEST, width};
     if (top_p < 1) kept = row.nucleus(kept.least, top_p);
-    if (min_p > 0 && std::log(min_p) + top > kept.least) kept = {std::log(min_p) + top, width};
+    const float least = min_p > 0 ? std::log(min_p) : LOWEST;
     for_vectors(width, [&](int64_t i, int64_t n) {
         const f32x16 x = load(scores + i, n);
-        store(scores + i, x >= splat(kept.least) ? x : splat(LOWEST), n);
+        store(scores + i, x >= splat(kept.least) && x - top >= splat(least) ? x : splat(LOWEST), n);
     });
     for (int64_t id = kept.last + 1; id < width; id++)
         if (scores[id] == kept.least) scores[id] = LOWEST;

@@ -11,7 +11,8 @@ import torch
 from kernels import cpu, reference
 from kernels.interface import KernelsUnavailable, Operations
 from kernels.native import library
-from kernels.native.operations import native_operations
+from kernels.native.operations import NativeOperations, native_operations
+from kernels.native.sampling import truncate
 from kernels.operands import HUGE_PAGE_BYTES, ExpertLayout, RoutedExperts, Truncation
 from kernels.reference.sampling import gumbel_noise
 from tests.support.tensors import assert_close, in_poison, native_variants, needs_native, randn
@@ -25,7 +26,7 @@ QKV_SHAPES = [(1, 1, 1), (7, 8, 1), (19, 6, 2), (70, 4, 4)]
 
 
 @pytest.fixture(params=native_variants())
-def ops(request: pytest.FixtureRequest) -> Operations:
+def ops(request: pytest.FixtureRequest) -> NativeOperations:
     """Each variant in turn."""
     return native_operations(request.param)
 
@@ -181,16 +182,17 @@ def test_draws_are_those_of_pytorch_to_the_bit(
 @pytest.mark.parametrize("vocab_size", [1, 15, 17, 100, 1000, 32_768])
 @pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 8.0])
 def test_truncated_rows_are_those_of_pytorch(
-    ops: Operations, spread: float, vocab_size: int, dtype: torch.dtype
+    ops: NativeOperations, spread: float, vocab_size: int, dtype: torch.dtype
 ) -> None:
     """Of equal scores too. Rows of one unit each hold few values: ties at the k-th token and at the nucleus' edge."""
     logits = randn(16, vocab_size, dtype=dtype, seed=vocab_size) * spread
     logits[8:] = logits[8:].round()
     logits[3, 1::2] = -torch.inf
+    logits[6, vocab_size // 3 + 1 :] = -torch.inf  # none of a whole block may be chosen
     limits = truncation_of(vocab_size)
     masked, expected = in_poison(logits.float()), logits.float()
-    ops.mask_top_k_top_p_min_p(masked, *limits)
-    cpu.mask_top_k_top_p_min_p(expected, *limits)
+    truncate(library.load(ops.variant), masked, limits)
+    cpu.sampling.mask_top_k_top_p_min_p(expected, *limits)
     assert_close(masked, expected, max_steps=0, rms_steps=0)
     temperatures = torch.tensor([1.0, 0.7, 0.0, 1.3, 2.0, 1e-3, 0.1, 0.3] * 2)
     is_known = torch.arange(vocab_size) % 7 != 3
@@ -208,18 +210,26 @@ def truncation_of(vocab_size: int) -> Truncation:
     return Truncation(torch.tensor(top_k).clamp(max=vocab_size), torch.tensor(top_p), torch.tensor(min_p))
 
 
-def test_logits_that_are_not_finite_are_not_truncated(ops: Operations) -> None:
+def test_a_best_token_whose_score_is_another_ones_may_be_dropped(ops: NativeOperations) -> None:
+    """Of equal scores the first stays. Found by a search: what lay behind the row was drawn."""
+    limits = Truncation(torch.tensor([2]), torch.tensor([1e-7]), torch.zeros(1))
+    draws = (torch.ones(2, dtype=torch.bool), torch.tensor([1e4]), torch.tensor([3]), torch.tensor([4]), limits)
+    assert ops.choose_tokens(torch.tensor([[-1.0005e-42, 7.8473e-43]]), *draws).tolist() == [[0], [0]]
+
+
+def test_logits_that_are_not_finite_are_not_truncated(ops: NativeOperations) -> None:
     logits = randn(4, 40)
     logits[0, 7], logits[1, 7], logits[2] = torch.nan, torch.inf, -torch.inf
     logits[3, 20:] = -3e38  # the difference to the largest is finite no more
     logits[3, 0] = 3e38
     masked = logits.clone()
-    ops.mask_top_k_top_p_min_p(masked, torch.full((4,), 3), torch.full((4,), 0.9), torch.zeros(4))
+    kernels, limits = library.load(ops.variant), Truncation(torch.full((4,), 3), torch.full((4,), 0.9), torch.zeros(4))
+    truncate(kernels, masked, limits)
     assert_close(masked[:3], logits[:3], max_steps=0, rms_steps=0)
     assert (masked[3] > -torch.inf).nonzero().flatten().tolist() == [0]
     for given in (logits.bfloat16(), logits.T):
         with pytest.raises(ValueError, match=r"accepted: float32, a last stride of 1"):
-            ops.mask_top_k_top_p_min_p(given, torch.full((4,), 3), torch.full((4,), 0.9), torch.zeros(4))
+            truncate(kernels, given, limits)
 
 
 @pytest.mark.parametrize("first", [0, 700])
