@@ -17,7 +17,7 @@ import torch
 
 from engine.errors import EngineError, GrammarFailed, NonFiniteLogits
 from engine.request import TokenLogprobs
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import MAX_TOP_K, SamplingParams
 from engine.scheduling.sequence import TokenCounts
 from engine.staging import ArrayStaging, PendingResult
 from engine.structured.matcher import GrammarMatcher, TokenMasks
@@ -55,7 +55,7 @@ class Sampler:
 
         A row that is not finite (NonFiniteLogits), or whose grammar fails (GrammarFailed), fails alone.
         """
-        if not any(row is not GREEDY_ROW and row is not None and row.is_edited for row in rows):
+        if are_plain(rows):
             return self._choose_plainly(logits, rows)
         return self.sample_masked(logits, rows, *self._masks_of(rows))  # made while the device works on the logits
 
@@ -223,40 +223,56 @@ Rows = Sequence[SamplingRow | None]
 _Owned = list[tuple[int, SamplingRow]]  # index and row
 
 
+def are_plain(rows: Rows) -> bool:
+    """Whether no row asks for more than a choice among the logits as they are."""
+    return not any(row is not GREEDY_ROW and row is not None and row.is_edited for row in rows)
+
+
 def plain_draws(rows: Rows) -> Arrays | None:
-    """The draws of `draw_arrays` where no row asks for more than a choice among all tokens; None where some do."""
-    for row in rows:
-        if row is GREEDY_ROW or row is None:
-            continue
-        if row.is_edited or (row.params.temperature and row.params.truncates):
-            return None
-    return draw_arrays(rows, 0)["draws"]
+    """Draws and truncation of `draw_arrays`, truncation also where no row drops tokens; None where a row is edited."""
+    if not are_plain(rows):
+        return None
+    parts = draw_arrays(rows, MAX_TOP_K)
+    return (*parts["draws"], *(parts.get("truncation") or _truncation(len(rows), MAX_TOP_K)))
 
 
 def draw_arrays(rows: Rows, vocab_size: int) -> dict[Part, Arrays]:
-    """draws: temperatures (0: greedy), seeds and positions; truncation, where a row that is drawn drops tokens: top_k,
-    top_p, min_p, off where a row drops none. All [S], as `Operations.choose_tokens` takes them. None among the rows: a
-    greedy one, not read.
+    """draws: temperatures (0: greedy), seeds and positions; truncation, where a row that is drawn drops tokens: top_k
+    (vocab_size, or more: off), top_p, min_p, off where a row drops none. All [S], as `Operations.choose_tokens` takes
+    them. None among the rows: a greedy one, not read.
     """
-    drawn = [
-        (index, row)
-        for index, row in enumerate(rows)
-        if row is not GREEDY_ROW and row is not None and row.params.temperature
-    ]
-    temperatures = np.zeros(len(rows), dtype=np.float32)
-    seeds, positions = (np.zeros(len(rows), dtype=np.int64) for _ in range(2))
-    for index, row in drawn:
-        temperatures[index], seeds[index], positions[index] = row.params.temperature, row.seed, row.position
-    parts: dict[Part, Arrays] = {"draws": (temperatures, seeds, positions)}
-    truncating = [(index, row.params) for index, row in drawn if row.params.truncates]
+    drawn: list[tuple[int, float, int, int]] = []  # lists: numbers one by one into arrays took twice as long
+    truncating: list[tuple[int, int, float, float]] = []
+    for index, row in enumerate(rows):
+        if row is GREEDY_ROW or row is None:
+            continue
+        params = row.params
+        if params.temperature:
+            drawn.append((index, params.temperature, row.seed, row.position))
+            if params.truncates:
+                top_k = min(params.top_k or vocab_size, vocab_size)
+                truncating.append((index, top_k, params.top_p, params.min_p))
+    draws = (np.zeros(len(rows), np.float32), np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64))
+    _scatter(drawn, draws)
+    parts: dict[Part, Arrays] = {"draws": draws}
     if truncating:
-        top_k = np.full(len(rows), vocab_size, dtype=np.int64)
-        top_p, min_p = np.ones(len(rows), dtype=np.float32), np.zeros(len(rows), dtype=np.float32)
-        for index, params in truncating:
-            top_k[index] = min(params.top_k or vocab_size, vocab_size)
-            top_p[index], min_p[index] = params.top_p, params.min_p
-        parts["truncation"] = (top_k, top_p, min_p)
+        parts["truncation"] = _truncation(len(rows), vocab_size)
+        _scatter(truncating, parts["truncation"])
     return parts
+
+
+def _scatter(numbers: Sequence[tuple[float, ...]], arrays: Arrays) -> None:
+    """numbers: of each row its index, and what goes into each array."""
+    if numbers:
+        indices, *columns = zip(*numbers, strict=True)
+        for array, column in zip(arrays, columns, strict=True):
+            array[list(indices)] = column
+
+
+def _truncation(num_rows: int, vocab_size: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:
+    """By which nothing is dropped."""
+    top_k = np.full(num_rows, vocab_size, dtype=np.int64)
+    return top_k, np.ones(num_rows, dtype=np.float32), np.zeros(num_rows, dtype=np.float32)
 
 
 def chosen_plainly(chosen: torch.Tensor, rows: Rows) -> ChosenTokens:

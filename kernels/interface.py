@@ -187,14 +187,6 @@ class Operations(Protocol):
         occurs in the prompt alone; the three penalties [N] float32.
         """
 
-    def mask_top_k_top_p_min_p(self, logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> None:
-        """In place: set to -inf what top-k, then top-p (nucleus, arXiv 1904.09751), then min-p (arXiv 2407.01082) drop.
-
-        logits [N, V] float32, already divided by temperature; top_k [N] int64 (V: off), top_p [N] float32 (1: off),
-        min_p [N] float32 (0: off). Order and rounding as transformers' warpers; at least one token stays. Of equal
-        logits at the nucleus' edge the lower ids stay (transformers sorts unstably: its choice is arbitrary).
-        """
-
     def choose_tokens(
         self,
         logits: Tensor,
@@ -207,9 +199,9 @@ class Operations(Protocol):
         """The next token of each row, of those that is_known [V] bool allows.
 
         Where the temperature is 0 the one with the largest logit, of equals the lower id. Else one draw from softmax of
-        (logits - their maximum) / temperature, after `mask_top_k_top_p_min_p` of it, by Gumbel-max: the token with the
-        largest sum of it and noise, which is a counter hash of seed, position and token (`kernels.gumbel_noise`). So a
-        draw depends on nothing else: not on the batch, the device or the run.
+        (logits - their maximum) / temperature by Gumbel-max: the token with the largest sum of it and noise, which is a
+        counter hash of seed, position and token (`kernels.gumbel_noise`). So a draw depends on nothing else: not on the
+        batch, the device or the run. Before it the truncation drops tokens, at least one stays.
 
         logits [N, V] float32 or model dtype, which may be overwritten unless all temperatures are 0; temperatures [N]
         float32; seeds, positions [N] int64 -> [2, N] int64: a valid id for every row, and the same with -1 for a row

@@ -221,11 +221,15 @@ class RoutedExperts(NamedTuple):
 
 
 class Truncation(NamedTuple):
-    """Which tokens of each row are dropped before a draw: see `Operations.mask_top_k_top_p_min_p`."""
+    """Which tokens of each row are dropped before a draw, in this order, by scores that are divided by the temperature.
+
+    As transformers' warpers do, order and rounding too. Of equal scores at the nucleus' edge the lower ids stay
+    (transformers sorts unstably: its choice is arbitrary). Not read for a row without a draw.
+    """
 
     top_k: torch.Tensor  # [N], int64, V: off
-    top_p: torch.Tensor  # [N], float32, 1: off
-    min_p: torch.Tensor  # [N], float32, 0: off
+    top_p: torch.Tensor  # [N], float32, 1: off; the nucleus, arXiv 1904.09751
+    min_p: torch.Tensor  # [N], float32, 0: off; arXiv 2407.01082
 
 
 class ExpertRun(NamedTuple):

@@ -19,7 +19,7 @@ from engine.errors import EngineFatal
 from engine.execution.prefix_groups import Gate, find_prefix_groups
 from engine.models.decoder import ForwardBatch, LastTokens
 from engine.staging import StagingBuffer
-from kernels.operands import AttentionRows, PrefixGroup
+from kernels.operands import AttentionRows, PrefixGroup, Truncation
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -30,8 +30,10 @@ _NO_TOKENS: Int64 = np.empty(0, dtype=np.int64)
 # A step with chunks has room for one of so many tokens, on average: with more of them it runs eagerly.
 TOKENS_OF_A_CHUNK = 64
 LEAST_CHUNKS = 4
-# Temperatures float32 (0: greedy), seeds and positions int64 of a step's rows [n]: see `Operations.choose_tokens`.
+# Of a step's rows [n], see `Operations.choose_tokens`: temperatures float32 (0: greedy, and what follows is not read),
+# seeds and positions int64, top_k int64, top_p and min_p float32.
 Draws = tuple[npt.NDArray[Any], ...]
+DrawTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, Truncation]
 
 
 class ForwardItem(NamedTuple):
@@ -292,9 +294,10 @@ class ChunkBuffers:
         self._tokens = torch.zeros(  # ids, positions, slots; each line starts at a multiple of 16 bytes
             (3, -(-max(kind.num_tokens for kind in kinds) // 2) * 2), dtype=torch.int64, device=device
         )
-        # Logits indices, seeds and positions of draws.
-        self._choices = torch.zeros((3, -(-num_choices // 2) * 2), dtype=torch.int64, device=device)
-        self._temperatures = torch.zeros(num_choices, dtype=torch.float32, device=device)
+        # Logits indices; of draws seeds, positions and top_k; then temperatures, top_p and min_p.
+        width = -(-num_choices // 4) * 4
+        self._choices = torch.zeros((4, width), dtype=torch.int64, device=device)
+        self._shares = torch.zeros((3, width), dtype=torch.float32, device=device)
         self._row_lens = torch.ones(num_rows, dtype=torch.int32, device=device)
         self._chunk_lens = torch.zeros(num_chunks, dtype=torch.int32, device=device)
         self._chunk_starts = torch.zeros(num_chunks + 1, dtype=torch.int32, device=device)
@@ -303,7 +306,7 @@ class ChunkBuffers:
 
     def clear(self, kind: GraphKind) -> None:
         """Nothing but padding."""
-        for tensor in (self._tokens, self._choices, self._temperatures, self._chunk_lens, self._chunk_starts):
+        for tensor in (self._tokens, self._choices, self._shares, self._chunk_lens, self._chunk_starts):
             tensor.zero_()
         self._row_lens.fill_(1)
         self._tables.zero_()
@@ -328,22 +331,24 @@ class ChunkBuffers:
         if rows is not None:
             row_lens[:num_rows] = rows.seq_lens
             tables[:num_rows, : rows.block_tables.shape[1]] = rows.block_tables
-        tokens, choices, temperatures = _padded(planned, num_rows, kind, draws)
-        staged = next(self._staging).send((tokens, choices, temperatures, row_lens, chunk_lens, starts, tables))
+        tokens, choices, shares = _padded(planned, num_rows, kind, draws)
+        staged = next(self._staging).send((tokens, choices, shares, row_lens, chunk_lens, starts, tables))
         self._take(staged)
         if chosen is not None:
             fill_in(self._tokens[0, :size], chosen)
         return (*row_lens.tolist(), *np.diff(starts).tolist(), *chunk_lens.tolist())
 
     def _take(self, staged: Sequence[torch.Tensor]) -> None:
-        places = (self._tokens, self._choices, self._temperatures, self._row_lens, self._chunk_lens)
+        places = (self._tokens, self._choices, self._shares, self._row_lens, self._chunk_lens)
         for place, values in zip((*places, self._chunk_starts, self._tables), staged, strict=True):
             target = place[: values.shape[0]] if values.dim() == 1 else place[: values.shape[0], : values.shape[1]]
             target.copy_(values)
 
-    def draws(self, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Temperatures, seeds and positions of the first rows of logits."""
-        return self._temperatures[:size], self._choices[1, :size], self._choices[2, :size]
+    def draws(self, size: int) -> DrawTensors:
+        """Of the first rows of logits, as `Operations.choose_tokens` takes them."""
+        seeds, positions, top_k = self._choices[1:, :size]
+        temperatures, top_p, min_p = self._shares[:, :size]
+        return temperatures, seeds, positions, Truncation(top_k, top_p, min_p)
 
     def batch(self, kind: GraphKind, lens: tuple[int, ...]) -> ForwardBatch:
         """The batch of a kind. lens: what `fill` returned, or `GraphKind.lens`."""
@@ -377,17 +382,18 @@ class ChunkBuffers:
 def _padded(
     planned: PlannedBatch, num_rows: int, kind: GraphKind, draws: Draws | None
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """Tokens (ids, positions, slots), choices (logits indices, seeds, positions) and temperatures, rows and chunks each
-    followed by their padding.
+    """Tokens (ids, positions, slots), choices (logits indices, seeds, positions, top_k), shares (temperatures, top_p,
+    min_p); rows and chunks are each followed by their padding.
     """
     first, end = kind.num_rows, kind.num_rows + planned.num_tokens - num_rows
     tokens = np.zeros((3, kind.num_tokens), dtype=np.int64)
     for line, values in zip(tokens, (planned.token_ids, planned.positions, planned.slot_mapping), strict=True):
         line[:num_rows], line[first:end] = values[:num_rows], values[num_rows:]
-    indices, choices = planned.logits_indices, np.zeros((3, kind.num_choices), dtype=np.int64)
+    indices, choices = planned.logits_indices, np.zeros((4, kind.num_choices), dtype=np.int64)
     count = indices.shape[0]
     choices[0, :count] = np.where(indices < num_rows, indices, indices + first - num_rows)
-    temperatures = np.zeros(kind.num_choices, dtype=np.float32)
+    shares = np.zeros((3, kind.num_choices), dtype=np.float32)
     if draws is not None:
-        temperatures[:count], choices[1, :count], choices[2, :count] = draws
-    return tokens, choices, temperatures
+        temperatures, seeds, positions, top_k, top_p, min_p = draws
+        choices[1:, :count], shares[:, :count] = (seeds, positions, top_k), (temperatures, top_p, min_p)
+    return tokens, choices, shares

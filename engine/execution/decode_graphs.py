@@ -13,13 +13,13 @@ import structlog
 import torch
 
 from engine.errors import EngineFatal
-from engine.execution.batch import ChunkBuffers, Draws, GraphKind, PlannedBatch, fill_in
+from engine.execution.batch import ChunkBuffers, Draws, DrawTensors, GraphKind, PlannedBatch, fill_in
 from engine.kv_cache.tensors import KVCacheTensors
 from engine.models.decoder import DecoderModel, ForwardBatch, ForwardResult
 from engine.out_of_memory import is_out_of_memory
 from engine.staging import StagingBuffer
 from engine.stats import DecodeGraphStats
-from kernels.operands import AttentionRows
+from kernels.operands import AttentionRows, Truncation
 from settings import EngineSettings
 
 _log = structlog.get_logger(__name__)
@@ -187,7 +187,8 @@ class DecodeGraphs:
             batch, draws = self._buffers.batch(lens), self._buffers.draws(size)
         fill_in(batch.token_ids[: kind.num_rows], self._chosen[0])
         self._computed = self._model.forward(batch, self._kv_cache).logits
-        chosen = self._model.ops.choose_tokens(self._computed, self._is_known, *draws)  # unchanged where none is drawn
+        # Logits are unchanged where none is drawn.
+        chosen = self._model.ops.choose_tokens(self._computed, self._is_known, *draws)
         self._chosen[:, :size].copy_(chosen)
 
     @torch.inference_mode()
@@ -270,12 +271,11 @@ class DecodeBuffers:
         self._max_rows = max_rows
         self._width = width = -(-max_rows // 4) * 4  # 16 bytes: each half of a line of `_state` is aligned
         self._staging = StagingBuffer.pair(device)
-        # Token ids, positions, slots, seeds and positions of draws, lengths as int32 and temperatures as float32 in the
-        # halves of the last line: one copy for all.
-        self._state = torch.zeros((6, width), dtype=torch.int64, device=device)
-        self._seq_lens = self._state[5].view(torch.int32)[:max_rows]
+        # Token ids, positions, slots; of draws seeds, positions and top_k; and in the halves of two lines lengths as
+        # int32, temperatures, top_p and min_p as float32: one copy for all.
+        self._state = torch.zeros((8, width), dtype=torch.int64, device=device)
+        self._seq_lens = self._state[6].view(torch.int32)[:max_rows]
         self._seq_lens.fill_(1)
-        self._temperatures = self._state[5].view(torch.float32)[width : width + max_rows]
         self._block_tables = torch.zeros((max_rows, max_blocks), dtype=torch.int32, device=device)
         self._cu_seqlens_q = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
         self._rows = torch.arange(max_rows, dtype=torch.int64, device=device)
@@ -294,12 +294,14 @@ class DecodeBuffers:
             raise EngineFatal(f"a decode step of {count} rows does not go into a graph of {size}")
         state = np.zeros(self._state.shape, dtype=np.int64)
         state[:3, :count] = planned.token_ids, planned.positions, planned.slot_mapping
-        seq_lens = state[5].view(np.int32)[: self._max_rows]
+        seq_lens = state[6].view(np.int32)[: self._max_rows]
         seq_lens[:] = 1
         seq_lens[:count] = rows.seq_lens
         if draws is not None:
-            temperatures, state[3, :count], state[4, :count] = draws
-            state[5].view(np.float32)[self._width : self._width + count] = temperatures
+            temperatures, seeds, positions, top_k, *shares = draws
+            state[3:6, :count] = seeds, positions, top_k
+            state[6].view(np.float32)[self._width : self._width + count] = temperatures
+            state[7].view(np.float32).reshape(2, self._width)[:, :count] = shares
         tables = np.zeros((size, rows.block_tables.shape[1]), dtype=np.int32)
         tables[:count] = rows.block_tables
         staged_state, staged_tables = next(self._staging).send([state, tables])
@@ -309,9 +311,11 @@ class DecodeBuffers:
         self._block_tables[:size, : tables.shape[1]].copy_(staged_tables)
         return (*rows.seq_lens.tolist(), *[1] * (size - count))
 
-    def draws(self, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Temperatures, seeds and positions of the first rows."""
-        return self._temperatures[:size], self._state[3, :size], self._state[4, :size]
+    def draws(self, size: int) -> DrawTensors:
+        """Of the first rows, as `Operations.choose_tokens` takes them."""
+        seeds, positions, top_k = self._state[3:6, :size]
+        _, temperatures, top_p, min_p = self._state[6:].view(torch.float32).view(4, self._width)[:, :size]
+        return temperatures, seeds, positions, Truncation(top_k, top_p, min_p)
 
     def batch(self, kv_lens: tuple[int, ...]) -> ForwardBatch:
         """The batch over the first len(kv_lens) rows. kv_lens: the rows' lengths, or bounds of them."""

@@ -24,7 +24,7 @@ NUM_BLOCKS = "engine.kv_cache.num_blocks"
 MAX_MODEL_LEN = "engine.max_model_len"
 
 # float32 copies of the logits of all rows: themselves, their log-probabilities, the rows that are drawn, those of them
-# that are truncated.
+# that are truncated; with Triton instead of the last two the scores among which a row's threshold is sought.
 LOGITS_COPIES = 4
 SCALE_BYTES = 4  # of a group of weights that are rounded as they are loaded
 MASK_BYTES = 2  # of a token of the vocabulary and a row bound to a grammar: one in each of two buffers

@@ -32,6 +32,7 @@ from settings import EngineSettings
 WARM_UP_BLOCKS = 2  # the null block, and one that holds every key of every row
 PENALISED_TOKENS = 1024  # distinct ones of a row; each takes 20 bytes in each of two buffers
 GREEDY = SamplingParams(temperature=0.0)
+TRUNCATED = SamplingParams(temperature=0.8, top_k=50, top_p=0.9, min_p=0.01)
 # Every operation of the sampler, and what it keeps: the raw log-probabilities of all rows.
 EVERYTHING = SamplingParams(
     temperature=0.8, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logprobs=5, prompt_logprobs=20
@@ -95,11 +96,11 @@ class WarmUp:
             return
         for step in compiling_steps(self._settings, self._max_model_len, launch_class):
             logits = self._run(step).logits
-        # Choices without edits have the same kernels for any number of rows, and so have draws; greedy choices among
-        # edited logits have some for few and some for many.
-        self._sampler.sample(logits, [None] * logits.shape[0])
+        # Choices have the same kernels for any number of rows and any temperature: among logits as they are and edited
+        # ones, truncated (edited ones by EVERYTHING) and not.
+        for row in (None, SamplingRow(TRUNCATED, 1, seed=0)):
+            self._sampler.sample(logits[:1], [row])
         self._sample(logits[:1], GREEDY)
-        self._sample(self._run(largest_steps(self._settings, self._max_model_len)[-1]).logits, GREEDY)
 
     def replay(self, graphs: DecodeGraphs) -> None:
         """Replay the largest captured step at full length, twice: its inputs are staged in two buffers by turns."""

@@ -27,4 +27,4 @@ from kernels.cpu.experts import (
 )
 from kernels.cpu.gumbel import choose_tokens
 from kernels.cpu.quantised import grouped_gemm, linear, moe_small_batch, pack
-from kernels.cpu.sampling import apply_penalties, mask_top_k_top_p_min_p
+from kernels.cpu.sampling import apply_penalties

@@ -49,7 +49,7 @@ def apply_penalties(
 
 
 def mask_top_k_top_p_min_p(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> None:
-    """See `Operations.mask_top_k_top_p_min_p`. Rows with all three off are not touched."""
+    """In place: -inf for what `Truncation` drops of scores [N, V] float32. Rows with all three off are not touched."""
     active = ((top_k < logits.shape[1]) | (top_p < 1) | (min_p > 0)).nonzero().flatten()
     for start in range(0, active.shape[0], SLAB_ROWS):
         rows = active[start : start + SLAB_ROWS]

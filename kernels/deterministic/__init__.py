@@ -14,7 +14,6 @@ from kernels.cpu import (
     choose_tokens,
     combine_experts,
     fused_add_rms_norm,
-    mask_top_k_top_p_min_p,
     qk_norm_rope_store_kv,
     rms_norm,
     sort_tokens_by_expert,

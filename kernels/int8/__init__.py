@@ -18,7 +18,6 @@ from kernels.cpu import (
     gelu_and_mul,
     grouped_gemm,
     linear,
-    mask_top_k_top_p_min_p,
     moe_small_batch,
     paged_decode_attention,
     paged_prefill_attention,

@@ -25,7 +25,7 @@ from kernels.native.library import (
     round_up,
 )
 from kernels.native.quantised import NativeQuantised, is_multiplied, multiply, pack_quantised
-from kernels.native.sampling import choose, truncate
+from kernels.native.sampling import choose
 from kernels.operands import (
     AttentionRows,
     ExpertLayout,
@@ -239,10 +239,6 @@ class NativeOperations:
         )
         self._kernels.combine(byref(args))
         return out
-
-    def mask_top_k_top_p_min_p(self, logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> None:
-        """See `Operations.mask_top_k_top_p_min_p`."""
-        truncate(self._kernels, logits, Truncation(top_k, top_p, min_p))
 
     def choose_tokens(
         self,

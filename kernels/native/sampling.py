@@ -29,9 +29,10 @@ def choose(
 
 
 def truncate(kernels: Kernels, logits: Tensor, truncation: Truncation) -> None:
-    """See `Operations.mask_top_k_top_p_min_p`. Rows that hold a NaN or +inf, or -inf alone, stay as they are.
+    """In place: -inf for what is dropped of logits [N, V] float32; for tests and inspection.
 
-    Raises ValueError for logits that are not float32, or whose rows are not contiguous.
+    Rows that hold a NaN or +inf, or -inf alone, stay as they are. Raises ValueError for logits that are not float32, or
+    whose rows are not contiguous.
     """
     if logits.dtype is not torch.float32 or logits.stride(1) != 1:
         raise ValueError(

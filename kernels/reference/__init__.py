@@ -29,4 +29,4 @@ from kernels.reference.layers import (
     sort_tokens_by_expert,
     store_and_decode,
 )
-from kernels.reference.sampling import apply_penalties, choose_tokens, mask_top_k_top_p_min_p
+from kernels.reference.sampling import apply_penalties, choose_tokens

@@ -47,7 +47,7 @@ def apply_penalties(
 
 
 def mask_top_k_top_p_min_p(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> None:
-    """See `Operations.mask_top_k_top_p_min_p`. One row at a time."""
+    """In place: -inf for what `Truncation` drops of scores [N, V] float32. One row at a time."""
     for row, k, p, least in zip(logits, top_k.tolist(), top_p.tolist(), min_p.tolist(), strict=True):
         if k < row.shape[0]:
             kth_largest = row.sort(descending=True).values[k - 1]

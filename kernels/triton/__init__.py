@@ -11,4 +11,3 @@ from kernels.triton.prefill_attention import paged_prefill_attention
 from kernels.triton.quantised import grouped_gemm, linear, moe_small_batch, pack
 from kernels.triton.rope_kv_store import qk_norm_rope_store_kv
 from kernels.triton.sampling import apply_penalties
-from kernels.triton.truncation import mask_top_k_top_p_min_p

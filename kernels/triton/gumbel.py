@@ -11,15 +11,18 @@ from kernels.operands import Truncation
 from kernels.triton.launch import TileLaunch
 from kernels.triton.sampling import (
     INFINITY_KEY,
+    LOWEST_KEY,
     LOWEST_RANK,
     MINUS_INFINITY_KEY,
     NARROW_BLOCK,
     best_of_blocks_launch,
+    key_of_best,
+    load_known,
     ranked,
     token_of_rank,
     value_of,
 )
-from kernels.triton.truncation import mask_top_k_top_p_min_p
+from kernels.triton.truncation import dropped, find_thresholds
 
 KEY_START_FIRST = tl.constexpr(spec.KEY_START_FIRST)
 KEY_START_SECOND = tl.constexpr(spec.KEY_START_SECOND)
@@ -67,11 +70,8 @@ def choose_tokens(
     truncation: Truncation | None = None,
 ) -> torch.Tensor:
     """See `Operations.choose_tokens`. Logits are read twice as they are, the second time for rows with a draw alone,
-    and written never: the maximum must be known before the first score is. Truncation works on a copy in float32.
+    and written never: the maximum must be known before the first score is.
     """
-    if truncation is not None:
-        logits = _truncated_scores(logits, is_known, temperatures, truncation)
-        temperatures = (temperatures != 0).float()
     num_rows, vocab_size = logits.shape
     chosen = torch.empty(2, num_rows, dtype=torch.int64, device=logits.device)
     if num_rows == 0:
@@ -85,39 +85,19 @@ def choose_tokens(
     grid = (num_rows, num_blocks)
     best = best_of_blocks_launch(num_blocks)
     _rank_kernel[grid](logits, is_known, ranks, vocab_size, logits.stride(0), **options)
+    limits: tuple[torch.Tensor | None, ...] = (None, None, None)
+    if truncation is not None:
+        thresholds = find_thresholds(logits, is_known, temperatures, ranks[0], truncation)
+        limits = (*thresholds, truncation.min_p.contiguous())
     _draw_kernel[grid](
-        *(logits, is_known, temperatures, seeds, positions, ranks, vocab_size, logits.stride(0)),
+        *(logits, is_known, temperatures, seeds, positions, *limits, ranks, vocab_size, logits.stride(0)),
         **options,
         BLOCKS=best.columns,
+        TRUNCATES=truncation is not None,
         enable_fp_fusion=False,
     )
     _pick_kernel[(num_rows,)](ranks, temperatures, chosen, num_blocks, BLOCK=best.columns, num_warps=best.num_warps)
     return chosen
-
-
-def _truncated_scores(
-    logits: torch.Tensor, is_known: torch.Tensor, temperatures: torch.Tensor, truncation: Truncation
-) -> torch.Tensor:
-    """(logits - their maximum) / temperature, or by 1 where it is 0, of the known tokens that are not dropped, [N, V].
-
-    NaN in all of a row that holds a NaN or +inf, known or not. No call takes a Python number to the device.
-    """
-    is_bad = logits.amax(-1, keepdim=True).isfinite().logical_not()
-    scores = logits.to(torch.float32, copy=True).masked_fill_(is_known.logical_not(), -torch.inf)
-    scores -= scores.amax(-1, keepdim=True)
-    scores /= (temperatures + (temperatures == 0)).unsqueeze(1)
-    scores.masked_fill_(is_bad, torch.nan)
-    mask_top_k_top_p_min_p(scores, *truncation)
-    return scores
-
-
-@triton.jit
-def _load_known(logits_ptr, is_known_ptr, tokens, vocab_size):
-    """float32 logits of one row at these tokens, all of them and with -inf where a token is not known."""
-    is_token = tokens < vocab_size
-    values = tl.load(logits_ptr + tokens, mask=is_token, other=-float("inf")).to(tl.float32)
-    is_known = tl.load(is_known_ptr + tokens, mask=is_token, other=0)
-    return values, tl.where(is_known != 0, values, -float("inf"))
 
 
 @triton.jit
@@ -137,7 +117,7 @@ def _rank_kernel(
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     tokens = block * BLOCK + tl.arange(0, BLOCK)
-    values, known = _load_known(logits_ptr + row * stride_logits_row, is_known_ptr, tokens, vocab_size)
+    values, known = load_known(logits_ptr + row * stride_logits_row, is_known_ptr, tokens, vocab_size)
     known = tl.where(values < float("inf"), known, float("inf"))
     top = tl.max(known)
     token = tl.min(tl.where(known == top, tokens, 0x7FFFFFFF))
@@ -152,22 +132,24 @@ def _draw_kernel(
     temperatures_ptr,  # [N], float32
     seeds_ptr,  # [N], int64
     positions_ptr,  # [N], int64
+    lowest_keys_ptr,  # [N], int32: see `find_thresholds`; None: nothing is dropped
+    last_equals_ptr,  # [N], int32, or None
+    min_p_ptr,  # [N], float32, 0: off; or None
     ranks_ptr,  # [2, N, number of blocks], int64: the first half is read, the second the output
     vocab_size,
     stride_logits_row,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
+    TRUNCATES: tl.constexpr,
 ):
-    """The best score of one block, if the row has a draw and the block's best token may be the best of all.
+    """The best score of what is not dropped of one block, if the row has a draw and the block's best may be the row's.
 
     Grid: (rows, blocks of the vocabulary).
     """
     row = tl.program_id(0).to(tl.int64)
     block, num_blocks = tl.program_id(1), tl.num_programs(1)
     temperature = tl.load(temperatures_ptr + row)
-    blocks = tl.arange(0, BLOCKS)
-    tops = tl.load(ranks_ptr + row * num_blocks + blocks, mask=blocks < num_blocks, other=LOWEST_RANK)
-    key = (tl.max(tops) >> 32).to(tl.int32)
+    key = key_of_best(ranks_ptr + row * num_blocks, num_blocks, BLOCKS)
     if (temperature == 0.0) | (key <= MINUS_INFINITY_KEY) | (key >= INFINITY_KEY):
         return
     top = value_of(key)
@@ -175,12 +157,21 @@ def _draw_kernel(
     rank_ptr = ranks_ptr + row * num_blocks + block
     best_of_block = value_of((tl.load(rank_ptr) >> 32).to(tl.int32))
     rank_ptr += tl.num_programs(0) * num_blocks
-    if (best_of_block - top) * factor + MAX_NOISE < MIN_NOISE:  # the least score of the row's best token
+    is_out = (best_of_block - top) * factor + MAX_NOISE < MIN_NOISE  # the least score of the row's best token
+    if TRUNCATES:
+        lowest_key, last_equal = tl.load(lowest_keys_ptr + row), tl.load(last_equals_ptr + row)
+        min_p = tl.load(min_p_ptr + row)
+        is_out |= dropped(tl.div_rn(best_of_block - top, temperature), 0, lowest_key, last_equal, min_p)
+    if is_out:
         tl.store(rank_ptr, LOWEST_RANK)
         return
     tokens = block * BLOCK + tl.arange(0, BLOCK)
     row_ptr = logits_ptr + row * stride_logits_row
-    _, known = _load_known(row_ptr, is_known_ptr, tokens, vocab_size)
+    _, known = load_known(row_ptr, is_known_ptr, tokens, vocab_size)
+    if TRUNCATES:  # noqa: SIM102
+        if (lowest_key > LOWEST_KEY) | (min_p > 0.0):
+            scores = tl.div_rn(known - top, temperature)
+            known = tl.where(dropped(scores, tokens, lowest_key, last_equal, min_p), -float("inf"), known)
     seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
     # A token below -26 is not the best, and above it the product is less than 1e-5 off.
     bounds = (known - top) * factor + noise_bound(seed, position, tokens)

@@ -38,12 +38,6 @@ def value_of(keys):
 
 
 @triton.jit
-def is_finite(values):
-    """Neither NaN nor infinite."""
-    return (values > -float("inf")) & (values < float("inf"))
-
-
-@triton.jit
 def ranked(values, tokens):
     """float32 and token ids -> int64 whose maximum is the largest value, of equals the one with the lowest id."""
     return (ordered(values).to(tl.int64) << 32) | (0x7FFFFFFF - tokens).to(tl.int64)
@@ -53,6 +47,23 @@ def ranked(values, tokens):
 def token_of_rank(rank):
     """The token id that `ranked` put into an int64."""
     return 0x7FFFFFFF - (rank & 0x7FFFFFFF)
+
+
+@triton.jit
+def key_of_best(ranks_ptr, num_blocks, BLOCKS: tl.constexpr):
+    """The key of the best of one row's ranks."""
+    blocks = tl.arange(0, BLOCKS)
+    ranks = tl.load(ranks_ptr + blocks, mask=blocks < num_blocks, other=LOWEST_RANK)
+    return (tl.max(ranks) >> 32).to(tl.int32)
+
+
+@triton.jit
+def load_known(logits_ptr, is_known_ptr, tokens, vocab_size):
+    """float32 logits of one row at these tokens, all of them and with -inf where a token is not known."""
+    is_token = tokens < vocab_size
+    values = tl.load(logits_ptr + tokens, mask=is_token, other=-float("inf")).to(tl.float32)
+    is_known = tl.load(is_known_ptr + tokens, mask=is_token, other=0)
+    return values, tl.where(is_known != 0, values, -float("inf"))
 
 
 def apply_penalties(

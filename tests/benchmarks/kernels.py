@@ -49,7 +49,7 @@ MedianUs = Callable[[Callable[[], object], Callable[[], None] | None], float]
 # What is native on a CPU beside attention and products.
 CPU_PASSES = (
     *("rms_norm", "fused_add_rms_norm", "qk_norm_rope_store_kv", "silu_and_mul"),
-    *("route_topk", "combine_experts", "mask_top_k_top_p_min_p", "choose_tokens"),
+    *("route_topk", "combine_experts", "choose_tokens"),
 )
 
 HEADER = ("operation", "models", "shape", "library us", "library", "time us", "ratio", "rate", "of bound", "goal")

@@ -352,11 +352,3 @@ def _sampling(is_tiny: bool) -> Iterator[OperationCase]:
         lambda ops, x, *given: [x, ops.apply_penalties(x, *given)][:1],
         peer=cpu,
     )
-    # The sum of 150,000 shares rounds: a token at the edge of a row's nucleus may fall on either side.
-    yield _case(
-        "mask_top_k_top_p_min_p",
-        (logits, *top),
-        lambda ops, x, *given: [(ops.mask_top_k_top_p_min_p(x, *given), x > -torch.inf)[1]],
-        peer=cpu,
-        most_different=0 if is_tiny else rows,
-    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -20,7 +20,6 @@ from tests.benchmarks.kernel_inputs import (
     shuffled,
 )
 
-TOP_K, TOP_P, MIN_P = 50, 0.9, 0.05
 LOGIT_SCALE = 3.0  # a nucleus of some thousand tokens
 
 
@@ -33,23 +32,16 @@ def sampling_cases(ops: Operations, models: Sequence[ModelShape], sizes: Sizes) 
         for what, temperature, truncation in (
             ("greedy", 0.0, None),
             ("drawn", 1.0, None),
-            (f"drawn, top-p {TOP_P}", 1.0, (vocab, TOP_P, 0.0)),
+            ("drawn, top-k 50", 1.0, (min(50, vocab), 1.0, 0.0)),
+            ("drawn, top-p 0.9", 1.0, (vocab, 0.9, 0.0)),
             ("drawn, top-k 20, top-p 0.95", 0.6, (min(20, vocab), 0.95, 0.0)),
+            ("drawn, min-p 0.05", 1.0, (vocab, 1.0, 0.05)),
         ):
             prepare = _choose(ops, (rows, vocab), temperature, truncation)
             yield Case("choose_tokens", names, f"{shape}, {what}", "bandwidth", prepare)
         num_tokens = min(sizes.penalised_tokens, vocab)
         penalties = _penalties(ops, rows, vocab, num_tokens)
         yield Case("apply_penalties", names, f"{shape}, {num_tokens} tokens a row", "bandwidth", penalties)
-        top_k = min(TOP_K, vocab)
-        for what, k, p, least, by_torch in (
-            (f"top-k {top_k}", top_k, 1.0, 0.0, _torch_top_k(top_k)),
-            (f"top-p {TOP_P}", vocab, TOP_P, 0.0, _torch_top_p),
-            (f"min-p {MIN_P}", vocab, 1.0, MIN_P, _torch_min_p),
-            ("off", vocab, 1.0, 0.0, None),
-        ):
-            prepare = _mask(ops, (rows, vocab), (k, p, least), by_torch)
-            yield Case("mask_top_k_top_p_min_p", names, f"{shape}, {what}", "bandwidth", prepare)
 
 
 def _logits(rows: int, vocab: int, device: torch.device) -> torch.Tensor:
@@ -118,49 +110,3 @@ def _penalties(ops: Operations, rows: int, vocab: int, num_tokens: int) -> Prepa
         )
 
     return prepare
-
-
-def _mask(
-    ops: Operations,
-    shape: tuple[int, int],
-    limits: tuple[int, float, float],
-    by_torch: Callable[[torch.Tensor], torch.Tensor] | None,
-) -> Prepare:
-    def prepare(device: torch.device) -> Workload:
-        rows, vocab = shape
-        logits = _logits(rows, vocab, device)
-        original = logits.clone()
-        top_k, top_p, min_p = _columns(rows, limits, device)
-
-        def run() -> torch.Tensor:
-            ops.mask_top_k_top_p_min_p(logits, top_k, top_p, min_p)
-            return logits
-
-        return Workload(
-            2 * 4 * logits.numel(),
-            "2 x 4 N V bytes: one read, one write (off: nothing needs to move)",
-            run,
-            {} if by_torch is None else {"torch topk or sort": lambda: by_torch(logits)},
-            restore=lambda: copy_back(logits, original),
-        )
-
-    return prepare
-
-
-def _torch_top_k(top_k: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    def run(logits: torch.Tensor) -> torch.Tensor:
-        return logits.masked_fill_(logits < logits.topk(top_k, dim=-1).values[:, -1:], -torch.inf)
-
-    return run
-
-
-def _torch_top_p(logits: torch.Tensor) -> torch.Tensor:
-    ordered, ids = logits.sort(dim=-1)
-    dropped = ordered.softmax(dim=-1).cumsum(dim=-1) <= 1 - TOP_P
-    dropped[:, -1] = False
-    return logits.masked_fill_(torch.zeros_like(dropped).scatter_(1, ids, dropped), -torch.inf)
-
-
-def _torch_min_p(logits: torch.Tensor) -> torch.Tensor:
-    probabilities = logits.softmax(dim=-1)
-    return logits.masked_fill_(probabilities < MIN_P * probabilities.amax(dim=-1, keepdim=True), -torch.inf)

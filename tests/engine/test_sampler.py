@@ -19,7 +19,7 @@ from transformers.generation.logits_process import (
 
 from engine.errors import GrammarFailed, InvalidRequest, NonFiniteLogits
 from engine.sampler import SampledToken, Sampler, SamplingRow, plain_draws, row_arrays
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import MAX_TOP_K, SamplingParams
 from engine.scheduling.sequence import TokenCounts
 from engine.structured.grammar import Grammar
 from engine.structured.matcher import CompiledGrammar
@@ -144,12 +144,34 @@ def test_a_greedy_row_that_asks_for_nothing_else_is_looked_at(name: str, value: 
     assert not rows[0].params.takes_best
 
 
+def test_what_rows_drop_goes_with_their_draws_and_greedy_rows_have_none() -> None:
+    rows = [_row(temperature=0.0, top_k=3), None, _row(temperature=0.5, seed=9), _row(temperature=2.0, top_p=0.5)]
+    draws, off = plain_draws(rows), MAX_TOP_K
+    assert draws is not None
+    temperatures, seeds, positions, top_k, top_p, min_p = (array.tolist() for array in draws)
+    assert temperatures == [0.0, 0.0, 0.5, 2.0]
+    assert (seeds, positions) == ([0, 0, 9, 0], [0, 0, 7, 7])
+    assert (top_k, top_p, min_p) == ([off] * 4, [1.0, 1.0, 1.0, 0.5], [0.0] * 4)
+    without = plain_draws(rows[:3])
+    assert without is not None
+    assert [array.tolist() for array in without[3:]] == [[off] * 3, [1.0] * 3, [0.0] * 3]
+
+
 @pytest.mark.parametrize("params", [{"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}])
-def test_a_drawn_row_with_less_than_all_tokens_is_no_plain_draw(params: dict[str, Any]) -> None:
-    assert plain_draws([_row(temperature=0.7, **params)]) is None
-    greedy = plain_draws([_row(temperature=0.0, **params), None, _row(temperature=0.5, seed=9)])
-    assert greedy is not None
-    assert [array.tolist() for array in greedy] == [[0.0, 0.0, 0.5], [0, 0, 9], [0, 0, 7]]
+def test_what_a_row_drops_is_the_same_whether_its_logits_are_edited_or_not(params: dict[str, Any]) -> None:
+    logits = _logits(40, seed=8)
+    rows = [_row(temperature=1.5, seed=seed, **params) for seed in range(40)]
+    edited = [_row(temperature=1.5, seed=seed, logprobs=0, **params) for seed in range(40)]
+    assert _sample(logits, rows) == _sample(logits, edited) != _sample(logits, [_row(temperature=1.5)] * 40)
+
+
+def test_a_row_of_which_edits_leave_nothing_fails_alone() -> None:
+    logits = _logits(2)
+    logits[0, [3, 4]] = -torch.inf
+    rows = [_row(temperature=0.0, allowed_token_ids=(3, 4)), _row(temperature=0.0, allowed_token_ids=(5,))]
+    failed, chosen = _sampler().sample(logits, rows).answers.now()
+    assert isinstance(failed, NonFiniteLogits)
+    assert chosen == SampledToken(5, None)
 
 
 def test_every_parameter_says_whether_greedy_rows_ask_for_it() -> None:

@@ -40,7 +40,7 @@ from kernels.triton.moe_small_batch import down_launch, gate_up_launch
 from kernels.triton.quantised_gemm import quantised_launch, quantised_row_tile
 from kernels.triton.rope_kv_store import rope_launch
 from kernels.triton.sampling import best_of_blocks_launch, penalties_launch
-from kernels.triton.truncation import collect_launch, mask_launch, search_launch
+from kernels.triton.truncation import collect_launch, search_launch
 
 TOKENS = (1, 2, 3, 8, 20, 33, 64, 65, 100, 190, 256, 400, 700, 1024, 1300, 4096, 100_000)
 LAYERS = ((128, 8), (8, 2), (64, 6), (60, 4), (256, 8), (1, 1))  # experts, top_k
@@ -204,15 +204,16 @@ def test_the_second_stage_takes_all_blocks_of_a_row_at_once(num_blocks: int, blo
 
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
 def test_the_search_takes_a_small_row_at_once_and_others_in_large_blocks(vocab_size: int) -> None:
-    for launch, largest in ((collect_launch(vocab_size), 8192), (search_launch(vocab_size), 4096)):
+    collects = [(collect_launch(vocab_size, itemsize), 16_384 // itemsize, itemsize + 1) for itemsize in (2, 4)]
+    for launch, largest, token_bytes in (*collects, (search_launch(vocab_size), 4096, 5)):
         assert launch.columns == largest or launch.columns >= vocab_size
         assert 128 <= launch.columns <= largest
-        assert launch.num_stages * launch.columns * 4 <= 96 * 1024
+        assert launch.num_stages * launch.columns * token_bytes <= 80 * 1024
 
 
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
 def test_every_block_is_a_power_of_two_and_gives_each_thread_work(vocab_size: int) -> None:
-    launches = [choose_launch(), penalties_launch(), mask_launch()]
+    launches = [choose_launch(), penalties_launch()]
     for launch in launches:
         assert launch.columns & (launch.columns - 1) == 0
         assert launch.columns >= 32 * launch.num_warps

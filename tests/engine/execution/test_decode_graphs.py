@@ -235,16 +235,20 @@ def test_steps_that_are_profiled_run_eagerly(moe_checkpoint: Path) -> None:
     assert (len(backend.sizes), profiled) == (4, [1] * 4)
 
 
+TOGETHER = {"top_k": 40, "top_p": 0.9, "min_p": 0.01}
+TRUNCATIONS: list[dict[str, Any]] = [{"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}, TOGETHER]
+
+
 def _workload(seed: int) -> list[Request]:
-    """Prompts of 1 to 60 tokens, some with the same beginning, greedy and drawn, with 10 to 24 new tokens."""
+    """Prompts of 1 to 60 tokens, some with the same beginning, and 10 to 24 new tokens: greedy, drawn and truncated."""
     rng = random.Random(seed)
     beginnings = [[rng.randrange(256) for _ in range(32)] for _ in range(3)]
     requests = []
     for i in range(11):
         beginning = rng.choice(beginnings) if rng.random() < 0.5 else []
         prompt = [*beginning, *(rng.randrange(256) for _ in range(rng.randrange(1, 29)))]
-        temperature = rng.choice([0.0, 0.8])
-        params = SamplingParams(max_tokens=rng.randrange(10, 25), temperature=temperature, seed=i, ignore_eos=True)
+        drawn = {"temperature": rng.choice([0.0, 0.8]), **[{}, *TRUNCATIONS][i % 5]}
+        params = SamplingParams(max_tokens=rng.randrange(10, 25), seed=i, ignore_eos=True, **drawn)
         requests.append(Request(str(i), tuple(prompt), params))
     return requests
 
@@ -379,8 +383,8 @@ def test_a_replayed_step_allocates_nothing(
     """Passed over: what a graph runs, with memory of its own, and the copy of the answers, in memory of the host."""
     backend, counted = StaticRunner(), Allocations()
     engine = load_static_engine(moe_checkpoint, backend, {"engine.async_scheduling": runs_ahead})
-    for i, temperature in enumerate((0.0, 0.8, 0.0)):
-        params = SamplingParams(max_tokens=9, temperature=temperature, seed=i, ignore_eos=True)
+    for i, drawn in enumerate(({"temperature": 0.0}, {"temperature": 0.8}, {"temperature": 0.9, **TRUNCATIONS[-1]})):
+        params = SamplingParams(max_tokens=9, seed=i, ignore_eos=True, **drawn)
         engine.add_request(Request(str(i), (5, i), params))
     for _ in range(3):
         engine.step()
@@ -393,10 +397,24 @@ def test_a_replayed_step_allocates_nothing(
     assert counted.names == []
 
 
+def test_truncated_rows_are_drawn_by_the_graph(moe_checkpoint: Path) -> None:
+    drawn = [SamplingParams(max_tokens=9, temperature=1.5, seed=3, ignore_eos=True, **some) for some in TRUNCATIONS]
+    requests = [Request(str(i), (5, i), params) for i, params in enumerate(drawn)]
+    plain = SamplingParams(max_tokens=9, temperature=1.5, seed=3, ignore_eos=True)
+    backend = StaticRunner()
+    static = load_static_engine(moe_checkpoint, backend)
+    num_followed = backend.num_followed  # of the warm-up
+    tokens = _tokens(static, requests)
+    assert (len(backend.sizes) >= 8, backend.num_followed) == (True, num_followed)
+    assert tokens == _tokens(load_engine(moe_checkpoint), requests)
+    untruncated = _tokens(load_engine(moe_checkpoint), [Request(str(i), (5, i), plain) for i in range(len(drawn))])
+    assert all(tokens[name] != untruncated[name] for name in tokens)
+
+
 def test_rows_that_ask_for_more_than_a_draw_get_it_after_a_replay(moe_checkpoint: Path) -> None:
     params = [
         SamplingParams(max_tokens=7, temperature=0.0, logprobs=2, ignore_eos=True),
-        SamplingParams(max_tokens=8, temperature=0.9, seed=3, top_k=5, ignore_eos=True),
+        SamplingParams(max_tokens=8, temperature=0.9, seed=3, top_k=5, logit_bias={7: 1.0}, ignore_eos=True),
         SamplingParams(max_tokens=9, temperature=0.9, seed=4, ignore_eos=True),
     ]
     requests = [Request(str(i), (5, i), one) for i, one in enumerate(params)]

@@ -163,7 +163,8 @@ def _sample(num_rows: int, vocab_size: int) -> None:
     is_known = torch.empty(vocab_size, dtype=torch.bool)
     choose_tokens(logits.to(DTYPE), is_known, number, ids, ids)
     apply_penalties(logits, pairs, pairs, pairs.int(), number, number, number)
-    choose_tokens(logits, is_known, number, ids, ids, Truncation(ids, number, number))
+    for values in (logits.to(DTYPE), logits):
+        choose_tokens(values, is_known, number, ids, ids, Truncation(ids, number, number))
 
 
 _QUANTISED_TOKENS = (16, 32, 64, 128)  # one for each height of tile

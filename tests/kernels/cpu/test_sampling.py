@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from types import ModuleType
 
 import pytest
 import torch
@@ -20,7 +21,10 @@ from kernels import cpu, reference
 from kernels.cpu import gumbel
 from kernels.gumbel_noise import MAX_NOISE
 from kernels.interface import Operations
+from kernels.native import library
 from kernels.native.operations import native_operations
+from kernels.native.sampling import truncate
+from kernels.operands import Truncation
 from kernels.reference.sampling import gumbel_noise
 from tests.support.tensors import assert_close, native_variants
 
@@ -61,12 +65,12 @@ def check_masks(
         [warped(*row) for row in zip(logits, top_k.tolist(), top_p.tolist(), min_p.tolist(), strict=True)]
     )
     from_cpu, from_reference = logits.clone(), logits.clone()
-    cpu.mask_top_k_top_p_min_p(from_cpu, top_k, top_p, min_p)
-    reference.mask_top_k_top_p_min_p(from_reference, top_k, top_p, min_p)
+    cpu.sampling.mask_top_k_top_p_min_p(from_cpu, top_k, top_p, min_p)
+    reference.sampling.mask_top_k_top_p_min_p(from_reference, top_k, top_p, min_p)
     assert_close(from_cpu, from_reference, max_steps=0, rms_steps=0)
     for variant in variants:
         native = logits.clone()
-        native_operations(variant).mask_top_k_top_p_min_p(native, top_k, top_p, min_p)
+        truncate(library.load(variant), native, Truncation(top_k, top_p, min_p))
         assert_close(native, from_reference, max_steps=0, rms_steps=0)
     for row, other in zip(from_cpu, expected, strict=True):
         assert_close(row.sort().values, other.sort().values, max_steps=0, rms_steps=0)
@@ -110,11 +114,11 @@ def test_ties_leave_as_many_tokens_as_in_transformers() -> None:
     check_masks(torch.zeros(3, 2500), [(10, 0.5, 0.5), (2500, 0.5, 0.0), (2500, 0.3, 1.0)])
 
 
-@pytest.mark.parametrize("operations", [cpu, reference])
-def test_of_equal_tokens_at_the_edge_of_the_nucleus_the_lower_ones_stay(operations: Operations) -> None:
+@pytest.mark.parametrize("sampling", [cpu.sampling, reference.sampling])
+def test_of_equal_tokens_at_the_edge_of_the_nucleus_the_lower_ones_stay(sampling: ModuleType) -> None:
     logits = torch.zeros(2, 20)
     logits[1, 15] = 1.0
-    operations.mask_top_k_top_p_min_p(logits, torch.tensor([20, 20]), torch.tensor([0.22, 0.3]), torch.zeros(2))
+    sampling.mask_top_k_top_p_min_p(logits, torch.tensor([20, 20]), torch.tensor([0.22, 0.3]), torch.zeros(2))
     kept = [(row > -torch.inf).nonzero().flatten().tolist() for row in logits]
     assert kept == [[0, 1, 2, 3, 4], [0, 1, 2, 3, 15]]
 
@@ -161,7 +165,7 @@ def test_rows_with_everything_off_are_not_touched() -> None:
     logits = random_logits(3, 500)
     logits[1, 3] = torch.nan
     masked = logits.clone()
-    cpu.mask_top_k_top_p_min_p(masked, torch.tensor([500, 500, 20]), torch.ones(3), torch.zeros(3))
+    cpu.sampling.mask_top_k_top_p_min_p(masked, torch.tensor([500, 500, 20]), torch.ones(3), torch.zeros(3))
     assert torch.equal(masked[0], logits[0])
     assert_close(masked[1], logits[1], max_steps=0, rms_steps=0)
     assert (masked[2] > -torch.inf).sum() == 20

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kernels import deterministic, reference
-from kernels.operands import RoutedExperts
+from kernels.operands import RoutedExperts, Truncation
 from tests.support.tensors import assert_close, randn
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -102,10 +102,9 @@ def test_sampling() -> None:
     top_k, top_p, min_p = 20 + rows, 0.5 + rows / 200, torch.full((60,), 0.01)
 
     def run(indices: torch.Tensor) -> torch.Tensor:
-        masked = logits[indices]
-        deterministic.mask_top_k_top_p_min_p(masked, top_k[indices], top_p[indices], min_p[indices])
         draws = (torch.ones(3001, dtype=torch.bool), torch.ones(len(indices)), 7 * indices, 3 * indices)
-        drawn = deterministic.choose_tokens(masked.clone(), *draws)
-        return torch.cat([masked, drawn.T, torch.log_softmax(logits[indices], -1)], dim=1)
+        limits = Truncation(top_k[indices], top_p[indices], min_p[indices])
+        drawn = deterministic.choose_tokens(logits[indices], *draws, limits)
+        return torch.cat([drawn.T, torch.log_softmax(logits[indices], -1)], dim=1)
 
     check_rows(run, rows)

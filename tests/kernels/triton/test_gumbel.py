@@ -187,6 +187,12 @@ def test_strided_parameters_and_columns_are_read_as_they_are(device: torch.devic
     temperatures = torch.tensor([1.0, 7.0] * 6, device=device)
     draws = (temperatures[::2], seeds.to(device)[::2], positions.to(device)[::2])
     assert choose_tokens(logits.to(device).T, is_known, *draws).tolist() == [expected, expected]
+    limits = truncation_of([3, 9] * 6, [0.9, 0.1] * 6, [0.0, 0.9] * 6)
+    strided = Truncation(*(limit.to(device)[::2] for limit in limits))
+    whole = (logits.T, (torch.ones(6), seeds[::2], positions[::2]), range(0), device)
+    assert choose_tokens(logits.to(device).T, is_known, *draws, strided)[1].tolist() == chosen_of(
+        *whole, Truncation(*(limit[::2].contiguous() for limit in limits))
+    )
 
 
 @pytest.mark.gpu

@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 
 from kernels import cpu, reference
+from kernels.operands import Truncation
 from kernels.triton import truncation
+from kernels.triton.gumbel import _rank_kernel, choose_launch
 from kernels.triton.launch import TileLaunch
 from kernels.triton.sampling import apply_penalties
-from kernels.triton.truncation import MAX_VOCAB_SIZE, mask_top_k_top_p_min_p
+from kernels.triton.truncation import MAX_VOCAB_SIZE, find_thresholds
 from tests.support.tensors import assert_close, in_longer_rows
 
 Option = tuple[int, float, float]  # top_k, top_p, min_p
@@ -34,9 +37,8 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def narrow_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a few hundred tokens take several blocks, more tokens than groups, and more candidates than places."""
-    monkeypatch.setattr(truncation, "collect_launch", lambda _: TileLaunch(1, 64, num_warps=4, num_stages=3))
+    monkeypatch.setattr(truncation, "collect_launch", lambda *_: TileLaunch(1, 64, num_warps=4, num_stages=3))
     monkeypatch.setattr(truncation, "search_launch", lambda _: TileLaunch(1, 256, num_warps=4, num_stages=3))
-    monkeypatch.setattr(truncation, "mask_launch", lambda: TileLaunch(1, 256, num_warps=4))
 
 
 def random_logits(rows: int, vocab: int, *, spread: float = 3.0, seed: int = 0) -> torch.Tensor:
@@ -50,13 +52,35 @@ def columns_of(options: list[Option]) -> tuple[torch.Tensor, torch.Tensor, torch
 
 
 def check_masks(logits: torch.Tensor, options: list[Option], device: torch.device) -> torch.Tensor:
-    """The kernels must leave exactly the tokens that the reference leaves; -> what they leave."""
-    parameters = columns_of(options)
-    expected, actual = logits.clone(), in_longer_rows(logits, device)
-    reference.mask_top_k_top_p_min_p(expected, *parameters)
-    mask_top_k_top_p_min_p(actual, *(parameter.to(device) for parameter in parameters))
-    assert_close(actual.cpu(), expected, max_steps=0, rms_steps=0)
-    return actual.cpu()
+    """The kernels must leave exactly the tokens that the reference leaves; -> which, [N, V]."""
+    expected = logits - logits.amax(1, keepdim=True)
+    is_sound = expected.amax(1).isfinite()
+    reference.sampling.mask_top_k_top_p_min_p(expected, *columns_of(options))
+    kept = kept_of(logits, options, device)
+    assert kept[is_sound].tolist() == (expected > -torch.inf)[is_sound].tolist()
+    assert torch.equal(kept[~is_sound], torch.ones_like(kept[~is_sound]))
+    return kept
+
+
+def kept_of(logits: torch.Tensor, options: list[Option], device: torch.device) -> torch.Tensor:
+    """Which tokens the thresholds leave, and min_p, at a temperature of 1."""
+    (num_rows, vocab), launch = logits.shape, choose_launch()
+    given, is_known = in_longer_rows(logits, device), torch.ones(vocab, dtype=torch.bool, device=device)
+    ranks = torch.empty(num_rows, triton.cdiv(vocab, launch.columns), dtype=torch.int64, device=device)
+    _rank_kernel[ranks.shape](
+        *(given, is_known, ranks, vocab, given.stride(0)), BLOCK=launch.columns, num_warps=launch.num_warps
+    )
+    limits = Truncation(*(column.to(device) for column in columns_of(options)))
+    temperatures = torch.ones(num_rows, device=device)
+    thresholds = find_thresholds(given, is_known, temperatures, ranks, limits)
+    lowest, last = (threshold.cpu().unsqueeze(1) for threshold in thresholds)
+    scores = logits - logits.amax(1, keepdim=True) + 0.0  # no -0
+    bits = scores.view(torch.int32)
+    keys = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    is_below = (keys < lowest) | ((keys == lowest) & (torch.arange(vocab) > last))
+    is_unlikely = scores.exp() < limits.min_p.cpu().unsqueeze(1)
+    is_sound = scores.amax(1, keepdim=True).isfinite()
+    return ~is_below & (~is_unlikely & (scores > -torch.inf) | ~is_sound)
 
 
 def mixed_options(vocab: int) -> list[Option]:
@@ -82,7 +106,7 @@ def test_masks_are_those_of_the_reference(vocab: int, device: torch.device) -> N
 @pytest.mark.usefixtures("narrow_blocks")
 @pytest.mark.parametrize("spread", [0.01, 6.0])
 def test_masks_over_several_blocks_are_those_of_the_reference(spread: float, device: torch.device) -> None:
-    # spread 0.01: the nucleus is most of the row, so it is searched whole; 6: the nucleus lies within the candidates.
+    # spread 0.01: the nucleus is most of the row; 6: the nucleus lies within the candidates.
     check_masks(random_logits(10, 461, spread=spread), mixed_options(461), device)
 
 
@@ -90,7 +114,7 @@ def test_masks_over_several_blocks_are_those_of_the_reference(spread: float, dev
 def test_top_k_at_and_beyond_the_number_of_groups_is_that_of_the_reference(device: torch.device) -> None:
     options = [(k, p, 0.0) for k in (63, 64, 65, 299) for p in (1.0, 0.8)]
     kept = check_masks(random_logits(len(options), 300), options, device)
-    assert (kept[::2] > -torch.inf).sum(1).tolist() == [63, 64, 65, 299]
+    assert kept[::2].sum(1).tolist() == [63, 64, 65, 299]
 
 
 @pytest.mark.usefixtures("narrow_blocks")
@@ -109,7 +133,7 @@ def test_of_equal_tokens_at_the_edge_of_the_nucleus_the_lower_ones_stay(device: 
     logits[1, 5::10] = 0.0
     logits[1, 155] = 1.0
     kept = check_masks(logits, [(200, 0.022, 0.0), (200, 0.3, 0.0)], device)
-    assert [(row > -torch.inf).nonzero().flatten().tolist() for row in kept] == [[0, 1, 2, 3, 4], [5, 15, 25, 35, 155]]
+    assert [row.nonzero().flatten().tolist() for row in kept] == [[0, 1, 2, 3, 4], [5, 15, 25, 35, 155]]
 
 
 def test_zeros_of_both_signs_are_equal(device: torch.device) -> None:
@@ -138,19 +162,18 @@ def test_rows_that_are_not_finite_are_cut_as_in_the_reference(value: float, devi
     check_masks(logits, options, device)
 
 
-def test_rows_with_everything_off_are_not_touched(device: torch.device) -> None:
+def test_of_rows_with_everything_off_nothing_is_dropped(device: torch.device) -> None:
     logits = random_logits(3, 300)
     logits[1, 3] = torch.nan
     kept = check_masks(logits, [(300, 1.0, 0.0), (300, 1.0, 0.0), (20, 1.0, 0.0)], device)
-    assert_close(kept[:2], logits[:2], max_steps=0, rms_steps=0)
-    assert (kept[2] > -torch.inf).sum() == 20
+    assert kept.sum(1).tolist() == [300, 300, 20]
 
 
 def test_a_nucleus_edge_on_an_exact_share_is_decided_as_in_the_reference(device: torch.device) -> None:
     # 16 equal shares: 1 - top_p falls exactly on a cumulative mass, which is then dropped.
     shares = [1, 2, 8, 11, 15]
     kept = check_masks(torch.zeros(len(shares), 16), [(16, j / 16, 0.0) for j in shares], device)
-    assert (kept > -torch.inf).sum(1).tolist() == shares
+    assert kept.sum(1).tolist() == shares
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -166,12 +189,9 @@ def test_masks_of_random_parameters_are_those_of_the_reference(seed: int, device
 @pytest.mark.parametrize(("vocab", "spread"), [(50_021, 1.5), (151_936, 4.0)])
 def test_masks_over_a_real_vocabulary_are_those_of_the_cpu(vocab: int, spread: float, device: torch.device) -> None:
     # spread 1.5: the nucleus of 0.8 has thousands of tokens, more than are collected.
-    parameters = columns_of([(50, 0.95, 0.02), (vocab, 0.8, 0.0)])
-    expected = random_logits(2, vocab, spread=spread)
-    actual = expected.clone().to(device)
-    cpu.mask_top_k_top_p_min_p(expected, *parameters)
-    mask_top_k_top_p_min_p(actual, *(parameter.to(device) for parameter in parameters))
-    kept, expected_kept = actual.cpu() > -torch.inf, expected > -torch.inf
+    options = [(50, 0.95, 0.02), (vocab, 0.8, 0.0)]
+    logits = random_logits(2, vocab, spread=spread)
+    kept, expected_kept = kept_of(logits, options, device), kept_on_cpu(logits, options)
     assert kept[0].tolist() == expected_kept[0].tolist()
     # The float32 sum of 150,000 shares has errors of 1e-6, as much as some tokens of the flat row weigh.
     assert int((kept[1] != expected_kept[1]).sum()) <= 2
@@ -183,21 +203,20 @@ def test_masks_over_a_real_vocabulary_are_those_of_the_cpu(vocab: int, spread: f
 def test_masks_of_64_rows_over_a_real_vocabulary_are_those_of_the_cpu(device: torch.device) -> None:
     vocab = 151_936
     options = [(vocab, 1.0, 0.0), (50, 1.0, 0.0), (1, 0.5, 0.0), (20_000, 1.0, 0.0), (50, 0.9, 0.1), (vocab, 0.5, 0.0)]
-    parameters = columns_of((options * 11)[:64])
-    expected = random_logits(64, vocab, spread=4.0)
-    actual = expected.clone().to(device)
-    cpu.mask_top_k_top_p_min_p(expected, *parameters)
-    mask_top_k_top_p_min_p(actual, *(parameter.to(device) for parameter in parameters))
-    differing = ((actual.cpu() > -torch.inf) != (expected > -torch.inf)).sum(1)
+    options, logits = (options * 11)[:64], random_logits(64, vocab, spread=4.0)
+    differing = (kept_of(logits, options, device) != kept_on_cpu(logits, options)).sum(1)
     assert int(differing.max()) <= 1
 
 
-def test_what_cannot_be_masked_is_refused(device: torch.device) -> None:
-    parameters = [parameter.to(device) for parameter in columns_of([(5, 1.0, 0.0)])]
-    with pytest.raises(ValueError, match="strides"):
-        mask_top_k_top_p_min_p(torch.zeros(9, 2, device=device).T[:1], *parameters)
+def kept_on_cpu(logits: torch.Tensor, options: list[Option]) -> torch.Tensor:
+    expected = logits - logits.amax(1, keepdim=True)
+    cpu.sampling.mask_top_k_top_p_min_p(expected, *columns_of(options))
+    return expected > -torch.inf
+
+
+def test_more_tokens_than_masses_can_be_summed_of_are_refused(device: torch.device) -> None:
     with pytest.raises(ValueError, match="up to 1048575"):
-        mask_top_k_top_p_min_p(torch.zeros(1, MAX_VOCAB_SIZE + 1, device=device), *parameters)
+        kept_of(torch.zeros(1, MAX_VOCAB_SIZE + 1), [(5, 1.0, 0.0)], device)
 
 
 def penalised(logits: torch.Tensor, pairs: tuple[torch.Tensor, ...], device: torch.device) -> torch.Tensor:
@@ -230,5 +249,3 @@ def test_no_pairs_and_no_rows_change_nothing(device: torch.device) -> None:
     logits = random_logits(2, 5)
     ones = torch.ones(2)
     assert torch.equal(penalised(logits, (none, none, none.int(), ones, ones, ones), device), logits)
-    empty = torch.zeros(0, 5, device=device)
-    mask_top_k_top_p_min_p(empty, none.to(device), torch.zeros(0, device=device), torch.zeros(0, device=device))
