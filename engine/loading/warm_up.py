@@ -99,7 +99,7 @@ class WarmUp:
         # Choices have the same kernels for any number of rows and any temperature: among logits as they are and edited
         # ones, truncated (edited ones by EVERYTHING) and not.
         for row in (None, SamplingRow(TRUNCATED, 1, seed=0)):
-            self._sampler.sample(logits[:1], [row])
+            self._sampler.sample(logits[:1], [row] * logits[:1].shape[0])
         self._sample(logits[:1], GREEDY)
 
     def replay(self, graphs: DecodeGraphs) -> None:

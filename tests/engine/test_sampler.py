@@ -145,13 +145,14 @@ def test_a_greedy_row_that_asks_for_nothing_else_is_looked_at(name: str, value: 
 
 
 def test_what_rows_drop_goes_with_their_draws_and_greedy_rows_have_none() -> None:
-    rows = [_row(temperature=0.0, top_k=3), None, _row(temperature=0.5, seed=9), _row(temperature=2.0, top_p=0.5)]
+    truncated = _row(temperature=2.0, top_k=7, top_p=0.5, min_p=0.25)
+    rows = [_row(temperature=0.0, top_k=3), None, _row(temperature=0.5, seed=9), truncated]
     draws, off = plain_draws(rows), MAX_TOP_K
     assert draws is not None
     temperatures, seeds, positions, top_k, top_p, min_p = (array.tolist() for array in draws)
     assert temperatures == [0.0, 0.0, 0.5, 2.0]
     assert (seeds, positions) == ([0, 0, 9, 0], [0, 0, 7, 7])
-    assert (top_k, top_p, min_p) == ([off] * 4, [1.0, 1.0, 1.0, 0.5], [0.0] * 4)
+    assert (top_k, top_p, min_p) == ([off, off, off, 7], [1.0, 1.0, 1.0, 0.5], [0.0, 0.0, 0.0, 0.25])
     without = plain_draws(rows[:3])
     assert without is not None
     assert [array.tolist() for array in without[3:]] == [[off] * 3, [1.0] * 3, [0.0] * 3]
@@ -162,7 +163,8 @@ def test_what_a_row_drops_is_the_same_whether_its_logits_are_edited_or_not(param
     logits = _logits(40, seed=8)
     rows = [_row(temperature=1.5, seed=seed, **params) for seed in range(40)]
     edited = [_row(temperature=1.5, seed=seed, logprobs=0, **params) for seed in range(40)]
-    assert _sample(logits, rows) == _sample(logits, edited) != _sample(logits, [_row(temperature=1.5)] * 40)
+    whole = [_row(temperature=1.5, seed=seed) for seed in range(40)]
+    assert _sample(logits, rows) == _sample(logits, edited) != _sample(logits, whole)
 
 
 def test_a_row_of_which_edits_leave_nothing_fails_alone() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kernels import deterministic, reference
+from kernels import cpu, deterministic, reference
 from kernels.operands import RoutedExperts, Truncation
 from tests.support.tensors import assert_close, randn
 
@@ -105,6 +105,8 @@ def test_sampling() -> None:
         draws = (torch.ones(3001, dtype=torch.bool), torch.ones(len(indices)), 7 * indices, 3 * indices)
         limits = Truncation(top_k[indices], top_p[indices], min_p[indices])
         drawn = deterministic.choose_tokens(logits[indices], *draws, limits)
-        return torch.cat([drawn.T, torch.log_softmax(logits[indices], -1)], dim=1)
+        masked = logits[indices]
+        cpu.sampling.mask_top_k_top_p_min_p(masked, *limits)
+        return torch.cat([masked, drawn.T, torch.log_softmax(logits[indices], -1)], dim=1)
 
     check_rows(run, rows)

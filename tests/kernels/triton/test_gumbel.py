@@ -331,6 +331,17 @@ def test_a_token_that_is_not_among_the_best_is_not_drawn(device: torch.device) -
     assert set(chosen_of(logits, draws, range(0), device, limits)) == set(logits[0].topk(3).indices.tolist())
 
 
+def test_of_equal_tokens_at_the_nucleus_edge_the_lower_ones_are_drawn(device: torch.device) -> None:
+    """Those that stay lie in one block, or on both sides of an edge of blocks."""
+    one_block, two_blocks = torch.zeros(120, 300), torch.full((60, 2500), -60.0)
+    two_blocks[:, 2042:2058] = 0.0
+    for logits, top_p, first, end in ((one_block, 0.0217, 0, 7), (two_blocks, 0.53, 2042, 2051)):
+        count = logits.shape[0]
+        draws = (torch.ones(count), torch.arange(count), torch.zeros(count, dtype=torch.int64))
+        limits = truncation_of([logits.shape[1]] * count, [top_p] * count, [0.0] * count)
+        assert set(chosen_of(logits, draws, range(0), device, limits)) == set(range(first, end))
+
+
 @pytest.mark.parametrize("limits", [None, truncation_of([5] * 7, [0.9] * 7, [0.1] * 7)])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_rows_that_are_not_finite_choose_nothing(

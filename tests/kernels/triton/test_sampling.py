@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -36,7 +37,7 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def narrow_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of a few hundred tokens take several blocks, more tokens than groups, and more candidates than places."""
+    """Rows of a few hundred tokens take several blocks and have more tokens than groups."""
     monkeypatch.setattr(truncation, "collect_launch", lambda *_: TileLaunch(1, 64, num_warps=4, num_stages=3))
     monkeypatch.setattr(truncation, "search_launch", lambda _: TileLaunch(1, 256, num_warps=4, num_stages=3))
 
@@ -51,30 +52,48 @@ def columns_of(options: list[Option]) -> tuple[torch.Tensor, torch.Tensor, torch
     return top_k, top_p, min_p
 
 
-def check_masks(logits: torch.Tensor, options: list[Option], device: torch.device) -> torch.Tensor:
+def check_masks(
+    logits: torch.Tensor,
+    options: list[Option],
+    device: torch.device,
+    temperature: float = 1.0,
+    unknown: Sequence[int] = (),
+) -> torch.Tensor:
     """The kernels must leave exactly the tokens that the reference leaves; -> which, [N, V]."""
-    expected = logits - logits.amax(1, keepdim=True)
+    expected = scores_of(logits, temperature, unknown)
     is_sound = expected.amax(1).isfinite()
     reference.sampling.mask_top_k_top_p_min_p(expected, *columns_of(options))
-    kept = kept_of(logits, options, device)
+    kept = kept_of(logits, options, device, temperature, unknown)
     assert kept[is_sound].tolist() == (expected > -torch.inf)[is_sound].tolist()
     assert torch.equal(kept[~is_sound], torch.ones_like(kept[~is_sound]))
     return kept
 
 
-def kept_of(logits: torch.Tensor, options: list[Option], device: torch.device) -> torch.Tensor:
-    """Which tokens the thresholds leave, and min_p, at a temperature of 1."""
+def scores_of(logits: torch.Tensor, temperature: float = 1.0, unknown: Sequence[int] = ()) -> torch.Tensor:
+    known = logits.float().index_fill(1, torch.tensor(unknown, dtype=torch.int64), -torch.inf)
+    return (known - known.amax(1, keepdim=True)) / temperature + 0.0  # no -0
+
+
+def kept_of(
+    logits: torch.Tensor,
+    options: list[Option],
+    device: torch.device,
+    temperature: float = 1.0,
+    unknown: Sequence[int] = (),
+) -> torch.Tensor:
+    """Which tokens the thresholds leave, and min_p."""
     (num_rows, vocab), launch = logits.shape, choose_launch()
     given, is_known = in_longer_rows(logits, device), torch.ones(vocab, dtype=torch.bool, device=device)
+    is_known[list(unknown)] = False
     ranks = torch.empty(num_rows, triton.cdiv(vocab, launch.columns), dtype=torch.int64, device=device)
     _rank_kernel[ranks.shape](
         *(given, is_known, ranks, vocab, given.stride(0)), BLOCK=launch.columns, num_warps=launch.num_warps
     )
     limits = Truncation(*(column.to(device) for column in columns_of(options)))
-    temperatures = torch.ones(num_rows, device=device)
+    temperatures = torch.full((num_rows,), temperature, device=device)
     thresholds = find_thresholds(given, is_known, temperatures, ranks, limits)
     lowest, last = (threshold.cpu().unsqueeze(1) for threshold in thresholds)
-    scores = logits - logits.amax(1, keepdim=True) + 0.0  # no -0
+    scores = scores_of(logits, temperature, unknown)
     bits = scores.view(torch.int32)
     keys = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     is_below = (keys < lowest) | ((keys == lowest) & (torch.arange(vocab) > last))
@@ -101,6 +120,16 @@ def mixed_options(vocab: int) -> list[Option]:
 @pytest.mark.parametrize("vocab", [1, 137, 700])
 def test_masks_are_those_of_the_reference(vocab: int, device: torch.device) -> None:
     check_masks(random_logits(10, vocab), mixed_options(vocab), device)
+
+
+@pytest.mark.usefixtures("narrow_blocks")
+@pytest.mark.parametrize("temperature", [0.3, 2.0])
+def test_logits_are_scaled_and_unknown_tokens_left_out(
+    temperature: float, dtype: torch.dtype, device: torch.device
+) -> None:
+    logits = random_logits(10, 300, seed=5).to(dtype)
+    kept = check_masks(logits, mixed_options(300), device, temperature, range(1, 300, 3))
+    assert not kept[:, 1::3].any()
 
 
 @pytest.mark.usefixtures("narrow_blocks")
@@ -155,7 +184,7 @@ def test_tokens_that_are_already_out_stay_out(device: torch.device) -> None:
 @allows_nan
 @pytest.mark.usefixtures("narrow_blocks")
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_rows_that_are_not_finite_are_cut_as_in_the_reference(value: float, device: torch.device) -> None:
+def test_of_rows_that_are_not_finite_nothing_is_dropped(value: float, device: torch.device) -> None:
     logits = random_logits(6, 150)
     logits[:5, [3, 149]] = value
     options = [(1, 1.0, 0.0), (20, 0.5, 0.5), (150, 0.5, 0.0), (150, 1.0, 0.5), (2, 0.5, 0.0), (20, 0.5, 0.0)]
@@ -188,7 +217,7 @@ def test_masks_of_random_parameters_are_those_of_the_reference(seed: int, device
 
 @pytest.mark.parametrize(("vocab", "spread"), [(50_021, 1.5), (151_936, 4.0)])
 def test_masks_over_a_real_vocabulary_are_those_of_the_cpu(vocab: int, spread: float, device: torch.device) -> None:
-    # spread 1.5: the nucleus of 0.8 has thousands of tokens, more than are collected.
+    # spread 1.5: the nucleus of 0.8 has thousands of tokens.
     options = [(50, 0.95, 0.02), (vocab, 0.8, 0.0)]
     logits = random_logits(2, vocab, spread=spread)
     kept, expected_kept = kept_of(logits, options, device), kept_on_cpu(logits, options)
