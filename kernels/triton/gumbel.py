@@ -168,7 +168,7 @@ def _draw_kernel(
     tokens = block * BLOCK + tl.arange(0, BLOCK)
     row_ptr = logits_ptr + row * stride_logits_row
     _, known = load_known(row_ptr, is_known_ptr, tokens, vocab_size)
-    if TRUNCATES:  # noqa: SIM102
+    if TRUNCATES:  # apart, since it is known when this is compiled  # noqa: SIM102
         if (lowest_key > LOWEST_KEY) | (min_p > 0.0):
             scores = tl.div_rn(known - top, temperature)
             known = tl.where(dropped(scores, tokens, lowest_key, last_equal, min_p), -float("inf"), known)

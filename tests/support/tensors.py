@@ -20,6 +20,7 @@ from kernels.interface import KernelsUnavailable
 from kernels.native import library
 from kernels.operands import AttentionRows, ExpertLayout, PrefixGroup, RoutedExperts
 from kernels.quantised import QuantisedWeight, WeightScheme, pack_nibbles
+from kernels.reference.sampling import gumbel_noise
 
 # Allowed error of one element, in units of the dtype's rounding step `eps` times the larger of |expected| and the RMS
 # of all of it (an element near zero is the difference of terms as large as its neighbours, so it carries their error).
@@ -104,6 +105,21 @@ def _raise_at(
         f"{message}; at {index}: {actual[index].item()!r} where {expected[index].item()!r} was expected "
         f"({int(wrong.sum())} of {wrong.numel()} elements)"
     )
+
+
+def equal_scores(first: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits [1, 2500], seed and position [1] by which token `first` and the third behind it have equal scores, the
+    highest: the latter's logit is higher by as much as its noise is lower.
+    """
+    second = first + 3
+    for seed in range(9999):  # of few the difference is one that float32 holds
+        noise = torch.tensor([gumbel_noise(seed, 7, first), gumbel_noise(seed, 7, second)])
+        if 4 > noise[0] > noise[1] > 2 and noise[1] - noise[0] + noise[0] == noise[1]:
+            break
+    logits = torch.full((1, 2500), -60.0)
+    logits[0, [first, second]] = torch.stack((noise[1] - noise[0], torch.tensor(0.0)))
+    assert noise[0] > logits[0, first] + noise[0] == noise[1] > 2
+    return logits, torch.tensor([seed]), torch.tensor([7])
 
 
 def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:

@@ -14,8 +14,7 @@ from kernels.native import library
 from kernels.native.operations import NativeOperations, native_operations
 from kernels.native.sampling import truncate
 from kernels.operands import HUGE_PAGE_BYTES, ExpertLayout, RoutedExperts, Truncation
-from kernels.reference.sampling import gumbel_noise
-from tests.support.tensors import assert_close, in_poison, native_variants, needs_native, randn
+from tests.support.tensors import assert_close, equal_scores, in_poison, native_variants, needs_native, randn
 
 pytestmark = needs_native
 
@@ -234,16 +233,8 @@ def test_logits_that_are_not_finite_are_not_truncated(ops: NativeOperations) -> 
 
 @pytest.mark.parametrize("first", [0, 700])
 def test_of_equal_scores_the_first_is_drawn(ops: Operations, first: int) -> None:
-    """The second token's logit is higher by as much as its noise is lower."""
-    second = first + 3
-    for seed in range(9999):  # of few the difference is one that float32 holds
-        noise = torch.tensor([gumbel_noise(seed, 7, first), gumbel_noise(seed, 7, second)])
-        if 4 > noise[0] > noise[1] > 2 and noise[1] - noise[0] + noise[0] == noise[1]:
-            break
-    logits = torch.full((1, 2500), -60.0)
-    logits[0, [first, second]] = torch.stack((noise[1] - noise[0], torch.tensor(0.0)))
-    assert noise[0] > logits[0, first] + noise[0] == noise[1] > 2
-    draws = (torch.ones(2500, dtype=torch.bool), torch.ones(1), torch.tensor([seed]), torch.tensor([7]))
+    logits, seed, position = equal_scores(first)
+    draws = (torch.ones(2500, dtype=torch.bool), torch.ones(1), seed, position)
     assert ops.choose_tokens(logits, *draws).tolist() == [[first], [first]]
 
 

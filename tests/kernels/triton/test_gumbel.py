@@ -14,7 +14,7 @@ from kernels import cpu, reference
 from kernels.operands import Truncation
 from kernels.reference.sampling import gumbel_noise
 from kernels.triton.gumbel import choose_tokens, noise_bound, token_noise
-from tests.support.tensors import assert_close, in_longer_rows, randn
+from tests.support.tensors import assert_close, equal_scores, in_longer_rows, randn
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SEEDS = [0, 1, -1, 2**31, 2**32, 2**63 - 1, -(2**63), 123456789012345, -987654321]
@@ -134,16 +134,9 @@ def test_the_best_score_wins_over_a_higher_bound(device: torch.device) -> None:
 
 @pytest.mark.parametrize("first", [0, 2040, 2047])
 def test_of_equal_scores_the_first_is_drawn(first: int, device: torch.device) -> None:
-    """The second token, of the same block or the next: its logit is higher by as much as its noise is lower."""
-    second = first + 3
-    for seed in range(9999):  # of few the difference is one that float32 holds
-        noise = torch.tensor([gumbel_noise(seed, 7, first), gumbel_noise(seed, 7, second)])
-        if 4 > noise[0] > noise[1] > 2 and noise[1] - noise[0] + noise[0] == noise[1]:
-            break
-    logits = torch.full((1, 2500), -60.0)
-    logits[0, [first, second]] = torch.stack((noise[1] - noise[0], torch.tensor(0.0)))
-    assert noise[0] > logits[0, first] + noise[0] == noise[1] > 2
-    assert draw(logits, torch.tensor([seed]), torch.tensor([7]), device) == [first]
+    """The second token lies in the same block or the next."""
+    logits, seed, position = equal_scores(first)
+    assert draw(logits, seed, position, device) == [first]
 
 
 @pytest.mark.parametrize("spread", [0.0, 1.0, 8.0, 300.0])
