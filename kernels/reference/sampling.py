@@ -67,8 +67,8 @@ def gumbel_argmax(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Te
     """The largest sum of a logit and its noise -> [N]: what `choose_tokens` draws. One token at a time."""
     drawn = torch.empty(logits.shape[0], dtype=torch.int64)
     for row, (seed, position) in enumerate(zip(seeds.tolist(), positions.tolist(), strict=True)):
-        noise = torch.tensor([gumbel_noise(seed, position, token) for token in range(logits.shape[1])])
-        drawn[row] = (logits[row] + noise).argmax()
+        noise = [gumbel_noise(seed, position, i) if x > -math.inf else 0.0 for i, x in enumerate(logits[row].tolist())]
+        drawn[row] = (logits[row] + torch.tensor(noise)).argmax()
     return drawn
 
 
@@ -84,7 +84,7 @@ def choose_tokens(
     chosen = torch.zeros(2, logits.shape[0], dtype=torch.int64)
     chosen[1] = -1
     for row, temperature in enumerate(temperatures.tolist()):
-        values = [float(value) for value in logits[row]]
+        values = logits[row].tolist()
         known = [value if is_token else -math.inf for value, is_token in zip(values, is_known.tolist(), strict=True)]
         if not all(value < math.inf for value in values) or max(known) == -math.inf:
             continue

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ CHUNKS = [(1, 133), (5, 18), (37, 37), (1, 1), (16, 48), (2, 2), (1, 16), (70, 3
 DECODE = [(1, kv_len) for kv_len in (133, 1, 16, 17, 48, 131, 15, 700, 64)]
 WINDOWS = [1, 5, 16, 33, 128, 200, 1000]
 HEADS = [(4, 2), (7, 1), (34, 2)]
+Arguments = tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionRows, float]
 NATIVE = [name for name in native_variants() if name.startswith(("avx512", "amx"))]
 
 
@@ -23,6 +27,10 @@ NATIVE = [name for name in native_variants() if name.startswith(("avx512", "amx"
 def ops(request: pytest.FixtureRequest) -> ModuleType | NativeOperations:
     named = {"cpu": cpu, "deterministic": deterministic}
     return named.get(request.param) or native_operations(request.param)
+
+
+def arguments_of(case: PagedCache) -> Arguments:
+    return case.q, case.k_cache, case.v_cache, case.rows, 0.125
 
 
 @pytest.mark.parametrize("window", [1, 5, 16, 23])
@@ -39,17 +47,22 @@ def test_the_reference_agrees_with_pytorch_under_a_mask(window: int) -> None:
     assert_close(output, expected.transpose(0, 1))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("window", WINDOWS)
+@pytest.fixture(scope="module", params=product(WINDOWS, HEADS, [torch.float32, torch.bfloat16]), ids=str)
+def windowed(request: pytest.FixtureRequest) -> list[tuple[PagedCache, torch.Tensor]]:
+    """A step of chunks and one of decode, and what the reference makes of each."""
+    window, (num_heads, num_kv_heads), dtype = request.param
+    options: dict[str, Any] = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": 64, "dtype": dtype}
+    cases = [with_window(make_paged_cache(lens, **options), window) for lens in (CHUNKS, DECODE)]
+    return [(case, reference.paged_prefill_attention(*arguments_of(case))) for case in cases]
+
+
 def test_windows_agree_with_the_reference(
-    ops: NativeOperations, window: int, heads: tuple[int, int], dtype: torch.dtype
+    ops: NativeOperations, windowed: list[tuple[PagedCache, torch.Tensor]]
 ) -> None:
-    for lens, attend in ((CHUNKS, ops.paged_prefill_attention), (DECODE, ops.paged_decode_attention)):
-        case = make_paged_cache(lens, num_heads=heads[0], num_kv_heads=heads[1], head_dim=64, dtype=dtype)
-        case = with_window(case, window)
-        arguments = (case.q, case.k_cache, case.v_cache, case.rows, 0.125)
-        assert_close(attend(*arguments), reference.paged_prefill_attention(*arguments))
+    for (case, expected), attend in zip(
+        windowed, (ops.paged_prefill_attention, ops.paged_decode_attention), strict=True
+    ):
+        assert_close(attend(*arguments_of(case)), expected)
 
 
 @pytest.mark.parametrize("block_size", [8, 32, 256])
@@ -71,9 +84,9 @@ def test_a_long_row_is_merged_from_parts_and_segments(ops: NativeOperations) -> 
 
 def test_a_window_of_the_longest_row_and_more_changes_nothing(ops: NativeOperations) -> None:
     case = make_paged_cache(CHUNKS, num_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32)
-    expected = ops.paged_prefill_attention(case.q, case.k_cache, case.v_cache, case.rows, 0.125)
-    rows = case.rows.windowed(300)
-    assert_close(ops.paged_prefill_attention(case.q, case.k_cache, case.v_cache, rows, 0.125), expected)
+    expected = ops.paged_prefill_attention(*arguments_of(case))
+    case = replace(case, rows=case.rows.windowed(300))
+    assert_close(ops.paged_prefill_attention(*arguments_of(case)), expected)
 
 
 def one_row(case: PagedCache, first: int, last: int, window: int) -> AttentionRows:

@@ -30,6 +30,7 @@ from tests.support.tensors import assert_close, native_variants
 
 PINNED = ["0x1.a95f1a0000000p+1", "-0x1.8088fa0000000p-2", "0x1.25cb660000000p+2"]
 Argmax = Callable[[torch.Tensor], torch.Tensor]
+Choice = tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], list[int]]
 Draws = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 SEEDS = [0, 1, -1, 2**31, 2**32, 2**63 - 1, -(2**63), 123456789012345]
 
@@ -342,11 +343,10 @@ def test_no_rows_draw_nothing() -> None:
     assert draw(gumbel.gumbel_argmax, torch.empty(0, 7), seed=1).shape == (0,)
 
 
-@pytest.mark.parametrize("variant", [None, *native_variants()])
-@pytest.mark.parametrize("vocab", [1, 97, 5003])
-def test_tokens_are_chosen_as_by_the_reference(variant: str | None, vocab: int) -> None:
-    ops: Operations = cpu if variant is None else native_operations(variant)
-    num_rows = 9
+@pytest.fixture(scope="module", params=[1, 97, 5003])
+def choices(request: pytest.FixtureRequest) -> list[Choice]:
+    """Logits, how to choose of them, and what the reference chooses; it goes through the tokens one by one."""
+    vocab, num_rows = request.param, 9
     logits = random_logits(num_rows, vocab, seed=vocab)
     logits[0, vocab // 2] = torch.nan
     logits[1, -1] = torch.inf
@@ -355,15 +355,22 @@ def test_tokens_are_chosen_as_by_the_reference(variant: str | None, vocab: int) 
     is_known = torch.rand(vocab, generator=torch.Generator().manual_seed(1)) < 0.8
     is_known[0] = True
     seeds, positions = torch.tensor((SEEDS * 2)[:num_rows]), torch.arange(num_rows)
+    found: list[Choice] = []
     for temperatures in (torch.zeros(num_rows), torch.arange(num_rows) % 3 * 0.7, torch.full((num_rows,), 0.9)):
         for known in (is_known, torch.ones(vocab, dtype=torch.bool)):
             draws = (known, temperatures, seeds, positions)
-            expected = reference.choose_tokens(logits, *draws)
-            given = logits.clone()
-            chosen = ops.choose_tokens(given, *draws)
-            assert temperatures.any() or torch.equal(given.nan_to_num(7.0), logits.nan_to_num(7.0))  # as they were
-            assert chosen[1].tolist() == expected[1].tolist()
-            assert ((chosen[0] >= 0) & (chosen[0] < vocab)).all()
-            half = ops.choose_tokens(logits.bfloat16(), *draws)[1]
-            assert half.tolist() == reference.choose_tokens(logits.bfloat16(), *draws)[1].tolist()
-    assert expected[1, :3].tolist() == [-1] * 3
+            for rows in (logits, logits.bfloat16()):
+                found.append((rows, draws, reference.choose_tokens(rows, *draws)[1].tolist()))
+    return found
+
+
+@pytest.mark.parametrize("variant", [None, *native_variants()])
+def test_tokens_are_chosen_as_by_the_reference(variant: str | None, choices: list[Choice]) -> None:
+    ops: Operations = cpu if variant is None else native_operations(variant)
+    for logits, draws, expected in choices:
+        given = logits.clone()
+        best, chosen = ops.choose_tokens(given, *draws)
+        assert draws[1].any() or torch.equal(given.nan_to_num(7.0), logits.nan_to_num(7.0))  # as they were
+        assert chosen.tolist() == expected
+        assert ((best >= 0) & (best < logits.shape[1])).all()
+        assert expected[:3] == [-1] * 3

@@ -244,7 +244,10 @@ def test_a_job_cancelled_as_its_model_is_refused_is_closed(registry: TestRegistr
     assert registry.status(job_id).status is JobState.CANCELLED
 
 
-def test_a_plan_waits_until_a_redis_that_forgot_is_told_again(registry: TestRegistry) -> None:
+def test_a_plan_waits_until_a_redis_that_forgot_is_told_again(
+    registry: TestRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.registry.models.SETTLE_S", 2.0)  # 12 s of nothing otherwise
     job_id = registry.submit([completion_line(model="other")])
     with running_units(registry) as units:
         planner, held = units.planner(), units.hold(UnitRef.plan(job_id))

@@ -175,9 +175,12 @@ def test_the_job_is_announced_and_keeps_the_files_lines(server: HttpServer, regi
     assert frames
 
 
-def test_health_says_whether_redis_answers(server: HttpServer, registry: TestRegistry) -> None:
+def test_health_says_whether_redis_answers(
+    server: HttpServer, registry: TestRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.serve.app.REDIS_TIMEOUT_S", 0.5)
     assert server.http.get("/healthz").json() == {"status": "ok", "reasons": []}
-    registry.redis.execute_command("CLIENT", "PAUSE", "8000")  # type: ignore[no-untyped-call]  # redis has no type here
+    registry.redis.execute_command("CLIENT", "PAUSE", "5000")  # type: ignore[no-untyped-call]  # redis has no type here
     try:
         assert server.http.get("/healthz").status_code == 503
     finally:
