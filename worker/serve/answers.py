@@ -43,6 +43,8 @@ def error_response(error: ApiError) -> Response:
     headers = {} if error.retry_after_s is None else {"Retry-After": str(math.ceil(error.retry_after_s))}
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
+    if error.status == 408:  # RFC 9110: what came of the body so far is followed by nothing that can be read
+        headers["Connection"] = "close"
     return JSONResponse(body, error.status, headers)
 
 

@@ -232,7 +232,9 @@ def test_headers_that_do_not_come_in_time_end_the_connection(redis_url: str) -> 
 def test_a_json_body_that_stops_is_given_up(redis_url: str) -> None:
     head = b"POST /v1/batches HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{"
     with serving(redis_url, read_timeout_s=0.5) as server:
-        assert _raw(server, head).startswith(b"HTTP/1.1 408 ")
+        answer = _raw(server, head)
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b"\r\nconnection: close\r\n" in answer
 
 
 def test_connections_beyond_the_limit_are_turned_away(redis_url: str) -> None:
