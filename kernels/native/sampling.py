@@ -1,4 +1,4 @@
-"""Calls the native choice of tokens and the native truncation of rows."""
+"""Calls the native choice of tokens."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ctypes import byref
 
 import torch
 
-from kernels.native.library import ChooseArgs, Kernels, TruncateArgs, pointer
+from kernels.native.library import ChooseArgs, Kernels, pointer
 from kernels.operands import Truncation
 
 Tensor = torch.Tensor
@@ -26,17 +26,3 @@ def choose(
     about = (rows.data_ptr(), rows.stride(0), *rows.shape, *map(pointer, given))
     kernels.choose(byref(ChooseArgs(*about, ids.data_ptr(), rows.dtype is torch.float32)))
     return ids
-
-
-def truncate(kernels: Kernels, logits: Tensor, truncation: Truncation) -> None:
-    """In place: -inf for what is dropped of logits [N, V] float32; for tests and inspection.
-
-    Rows that hold a NaN or +inf, or -inf alone, stay as they are. Raises ValueError for logits that are not float32, or
-    whose rows are not contiguous.
-    """
-    if logits.dtype is not torch.float32 or logits.stride(1) != 1:
-        raise ValueError(
-            f"logits are {logits.dtype} with strides {logits.stride()}; accepted: float32, a last stride of 1"
-        )
-    limits = [x.contiguous() for x in truncation]
-    kernels.truncate(byref(TruncateArgs(logits.data_ptr(), logits.stride(0), *logits.shape, *map(pointer, limits))))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from ctypes import byref
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,7 +19,8 @@ import torch
 from kernels import reference
 from kernels.interface import KernelsUnavailable
 from kernels.native import library
-from kernels.operands import AttentionRows, ExpertLayout, PrefixGroup, RoutedExperts
+from kernels.native.library import TruncateArgs, pointer
+from kernels.operands import AttentionRows, ExpertLayout, PrefixGroup, RoutedExperts, Truncation
 from kernels.quantised import QuantisedWeight, WeightScheme, pack_nibbles
 from kernels.reference.sampling import gumbel_noise
 
@@ -50,6 +52,17 @@ def native_variants() -> tuple[str, ...]:
         return library.available()
     except KernelsUnavailable:
         return ()
+
+
+def truncated_natively(variant: str, logits: torch.Tensor, truncation: Truncation) -> torch.Tensor:
+    """The logits [N, V] float32 with -inf for what is dropped: the half of `choose_tokens` that chooses nothing.
+
+    Rows that hold a NaN or +inf, or -inf alone, stay as they are.
+    """
+    masked = in_poison(logits)
+    arguments = TruncateArgs(masked.data_ptr(), masked.stride(0), *masked.shape, *map(pointer, truncation))
+    library.load(variant).truncate(byref(arguments))
+    return masked
 
 
 needs_native = pytest.mark.skipif(not native_variants(), reason="the native kernels were not built")

@@ -21,12 +21,10 @@ from kernels import cpu, reference
 from kernels.cpu import gumbel
 from kernels.gumbel_noise import MAX_NOISE
 from kernels.interface import Operations
-from kernels.native import library
 from kernels.native.operations import native_operations
-from kernels.native.sampling import truncate
 from kernels.operands import Truncation
 from kernels.reference.sampling import gumbel_noise
-from tests.support.tensors import assert_close, native_variants
+from tests.support.tensors import assert_close, native_variants, truncated_natively
 
 PINNED = ["0x1.a95f1a0000000p+1", "-0x1.8088fa0000000p-2", "0x1.25cb660000000p+2"]
 Argmax = Callable[[torch.Tensor], torch.Tensor]
@@ -70,8 +68,7 @@ def check_masks(
     reference.sampling.mask_top_k_top_p_min_p(from_reference, top_k, top_p, min_p)
     assert_close(from_cpu, from_reference, max_steps=0, rms_steps=0)
     for variant in variants:
-        native = logits.clone()
-        truncate(library.load(variant), native, Truncation(top_k, top_p, min_p))
+        native = truncated_natively(variant, logits, Truncation(top_k, top_p, min_p))
         assert_close(native, from_reference, max_steps=0, rms_steps=0)
     for row, other in zip(from_cpu, expected, strict=True):
         assert_close(row.sort().values, other.sort().values, max_steps=0, rms_steps=0)

@@ -12,9 +12,16 @@ from kernels import cpu, reference
 from kernels.interface import KernelsUnavailable, Operations
 from kernels.native import library
 from kernels.native.operations import NativeOperations, native_operations
-from kernels.native.sampling import truncate
 from kernels.operands import HUGE_PAGE_BYTES, ExpertLayout, RoutedExperts, Truncation
-from tests.support.tensors import assert_close, equal_scores, in_poison, native_variants, needs_native, randn
+from tests.support.tensors import (
+    assert_close,
+    equal_scores,
+    in_poison,
+    native_variants,
+    needs_native,
+    randn,
+    truncated_natively,
+)
 
 pytestmark = needs_native
 
@@ -189,8 +196,7 @@ def test_truncated_rows_are_those_of_pytorch(
     logits[3, 1::2] = -torch.inf
     logits[6, vocab_size // 3 + 1 :] = -torch.inf  # none of a whole block may be chosen
     limits = truncation_of(vocab_size)
-    masked, expected = in_poison(logits.float()), logits.float()
-    truncate(library.load(ops.variant), masked, limits)
+    masked, expected = truncated_natively(ops.variant, logits.float(), limits), logits.float()
     cpu.sampling.mask_top_k_top_p_min_p(expected, *limits)
     assert_close(masked, expected, max_steps=0, rms_steps=0)
     temperatures = torch.tensor([1.0, 0.7, 0.0, 1.3, 2.0, 1e-3, 0.1, 0.3] * 2)
@@ -221,14 +227,10 @@ def test_logits_that_are_not_finite_are_not_truncated(ops: NativeOperations) -> 
     logits[0, 7], logits[1, 7], logits[2] = torch.nan, torch.inf, -torch.inf
     logits[3, 20:] = -3e38  # the difference to the largest is finite no more
     logits[3, 0] = 3e38
-    masked = logits.clone()
-    kernels, limits = library.load(ops.variant), Truncation(torch.full((4,), 3), torch.full((4,), 0.9), torch.zeros(4))
-    truncate(kernels, masked, limits)
+    limits = Truncation(torch.full((4,), 3), torch.full((4,), 0.9), torch.zeros(4))
+    masked = truncated_natively(ops.variant, logits, limits)
     assert_close(masked[:3], logits[:3], max_steps=0, rms_steps=0)
     assert (masked[3] > -torch.inf).nonzero().flatten().tolist() == [0]
-    for given in (logits.bfloat16(), logits.T):
-        with pytest.raises(ValueError, match=r"accepted: float32, a last stride of 1"):
-            truncate(kernels, given, limits)
 
 
 @pytest.mark.parametrize("first", [0, 700])
