@@ -34,7 +34,7 @@ from kernels.triton.dense import gate_launch, norm_launch
 from kernels.triton.experts import MAX_PAIRS_OF_ONE_PROGRAM, expert_count_launch, sort_launch
 from kernels.triton.grouped_gemm import grouped_gemm_launch
 from kernels.triton.launch import compute_capability
-from kernels.triton.quantised_gemm import quantised_row_tile
+from kernels.triton.quantised_gemm import quantised_row_tiles
 
 
 def launch_class(num_tokens: int, shape: StepShape) -> Hashable:
@@ -42,7 +42,7 @@ def launch_class(num_tokens: int, shape: StepShape) -> Hashable:
     rows = (
         norm_launch(num_tokens, shape.hidden_size),
         gate_launch(num_tokens, shape.intermediate_size),
-        quantised_row_tile(num_tokens) if shape.is_quantised else None,
+        quantised_row_tiles(num_tokens) if shape.is_quantised else None,
     )
     if not shape.num_experts:
         return rows

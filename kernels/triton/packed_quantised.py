@@ -30,7 +30,7 @@ class PackedSteps(PackedWeight):
     # the first half in the lower halves of its bytes, those of the second half in the upper ones
     values: Tensor
     scales: Tensor  # [.., G, R]
-    zero_points: Tensor | None  # [.., G, R], uint8: beside 8 bits 128 more than the scheme's
+    zero_points: Tensor | None  # [.., R, G], uint8: beside 8 bits 128 more than the scheme's
     input_order: Tensor | None  # [.., K], int32
     input_scale: Tensor | None  # [1], float32
 
@@ -45,7 +45,7 @@ def pack_steps(weight: QuantisedWeight) -> PackedSteps:
     zeros = weight.zero_points
     if zeros is not None and scheme.bits == 8:
         zeros = zeros.view(torch.uint8) ^ 128
-    scales, zeros = weight.scales.mT.contiguous(), None if zeros is None else zeros.mT.contiguous()
+    scales, zeros = weight.scales.mT.contiguous(), None if zeros is None else zeros.contiguous()
     order = None if weight.input_order is None else weight.input_order.int()
     # Of experts the largest: a token is rounded once for all of its experts.
     input_scale = None if weight.input_scale is None else weight.input_scale.amax().reshape(1)

@@ -2,7 +2,7 @@
 
 A weight's tile is the left operand, so that Hopper's wgmma takes it from registers, and tokens are its columns. A tile
 of values is turned into small integers (or e4m3 / 256), which bfloat16 and float16 hold exactly; a group's sum is
-scaled in float32, so no weight is rounded. None of the launch parameters is measured yet.
+scaled in float32, so no weight is rounded. What an H200 showed, and what changed since, is in `kernels/DESIGN.md`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton.language as tl
 
 from kernels.operands import ExpertLayout
 from kernels.triton.grouped_gemm import FIELDS
-from kernels.triton.launch import compute_capability, power_of_two_from
+from kernels.triton.launch import compute_capability, num_multiprocessors, power_of_two_from
 from kernels.triton.packed_quantised import PackedSteps
 from kernels.triton.round_activations import RoundedActivations
 
@@ -23,6 +23,8 @@ from kernels.triton.round_activations import RoundedActivations
 ONE_MATRIX, BY_TILE, BY_PAIR = 0, 1, 2
 _ONE_MATRIX, _BY_TILE = tl.constexpr(ONE_MATRIX), tl.constexpr(BY_TILE)
 ROW_TILES_SIDE_BY_SIDE = 8
+# Depths are split for few rows alone: 4,096 columns make 64 programs of up to 64 rows each, of 132 multiprocessors.
+MOST_SPLIT_TILES, LEAST_SPLIT_STEPS, SUM_BLOCK = 2, 8, 1024
 # A float whose lowest bits of mantissa are a small integer is the float below plus that integer: its bits and itself.
 FLOAT16_BITS, FLOAT16_BASE = 0x6400, 1024.0
 BFLOAT16_BITS, BFLOAT16_BASE = 0x4300, 128.0  # for 7 bits
@@ -32,15 +34,15 @@ _BFLOAT16_BITS, _BFLOAT16_BASE = tl.constexpr(BFLOAT16_BITS), tl.constexpr(BFLOA
 _FLOAT32_BITS, _FLOAT32_BASE = tl.constexpr(FLOAT32_BITS), tl.constexpr(FLOAT32_BASE)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "split_steps"])
 def _quantised_gemm_kernel(
     x_ptr,  # [tokens or rows, K], model dtype; int8 or float8 beside x_scales_ptr
     x_scales_ptr,  # [tokens or rows, groups of activations], float32; None: x is not rounded
     values_ptr,  # [E, N, stored bytes a row], uint8; of the dtype of a rounded x
     scales_ptr,  # [E, G, R], float32, bfloat16 or float16: each for BLOCK_ROWS rows
-    zeros_ptr,  # [E, G, R], uint8; None: 8 beside 4 bits, 128 beside 8
+    zeros_ptr,  # [E, R, G], uint8; None: 8 beside 4 bits, 128 beside 8
     order_ptr,  # [E, K], int32: which element of x meets each input; None: its own
-    out_ptr,  # [num_rows, N or, if GATED, N / 2], model dtype
+    out_ptr,  # [num_rows, N or, if GATED, N / 2], model dtype; of a depth in splits: [splits, num_rows, N], float32
     pair_ids_ptr,  # [num_rows], int64: BY_TILE and GATHER alone
     experts_ptr,  # BY_TILE: the layout's tiles, int32; BY_PAIR: the expert of each row, int64
     num_rows,
@@ -50,6 +52,7 @@ def _quantised_gemm_kernel(
     num_groups,
     num_blocks,
     stride_x_row,
+    split_steps,  # of each split of the depth
     KIND: tl.constexpr,
     TOP_K: tl.constexpr,
     GATHER: tl.constexpr,
@@ -68,11 +71,14 @@ def _quantised_gemm_kernel(
     """One tile of BLOCK_M tokens of one expert and BLOCK_N rows of its weight, if GATED half of them gates and half the
     ups that go with them. Bytes of 4-bit values hold the inputs of the first half of a step, then those of the second.
 
-    Grid: (row tiles * tiles along the weight's rows,)
+    Grid: (row tiles * tiles along the weight's rows, splits)
     """
     COLUMNS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N  # of the output
     HALVES: tl.constexpr = 2 if BITS == 4 else 1
     HALF_K: tl.constexpr = BLOCK_K // HALVES
+    # Scales come while what is before them is multiplied; those of blocks of rows spill 24 bytes on sm_90 if kept so.
+    AHEAD: tl.constexpr = BLOCK_ROWS == 1
+    HALVES_END: tl.constexpr = GROUP % BLOCK_K > 0  # a group each
     SUMS: tl.constexpr = tl.int32 if x_ptr.dtype.element_ty == tl.int8 else tl.float32
     num_outputs = num_columns // 2 if GATED else num_columns
     tile_m, tile_n = _tile_of(tl.cdiv(num_outputs, COLUMNS), GROUP_M)
@@ -89,33 +95,38 @@ def _quantised_gemm_kernel(
     weight_rows = tl.minimum(tile_n * COLUMNS + places % COLUMNS, num_outputs - 1)
     if GATED:
         weight_rows += places // COLUMNS * num_outputs
-    ks = tl.arange(0, HALF_K)
+    ks, blocks = tl.arange(0, HALF_K), weight_rows // BLOCK_ROWS
     values_ptrs = values_ptr + (expert * num_columns + weight_rows)[:, None] * stored_depth + ks[None, :]
-    of_rows = expert * num_groups * num_blocks + weight_rows // BLOCK_ROWS
+    scales_ptrs = scales_ptr + expert * num_groups * num_blocks + blocks
+    split, first_step, end_step = _split_of(stored_depth // HALF_K, split_steps, KIND)
+    values_ptrs += first_step * HALF_K
+    scales = _scales(scales_ptrs, first_step * BLOCK_K, num_groups, num_blocks, GROUP)
     total = tl.zeros([BLOCK_N, BLOCK_M], dtype=SUMS if GROUP == 0 else tl.float32)
-    for step in range(stored_depth // HALF_K):
+    for step in range(first_step, end_step):
         stored = tl.load(values_ptrs)
         values_ptrs += HALF_K
         part = tl.zeros([BLOCK_N, BLOCK_M], dtype=SUMS)
         for half in tl.static_range(HALVES):
             first = step * BLOCK_K + half * HALF_K
-            group = tl.minimum(first // GROUP, num_groups - 1) if GROUP else 0
+            if GROUP > 0 and (half == HALVES - 1 or HALVES_END):
+                loaded = _scales(scales_ptrs, first + HALF_K if AHEAD else first, num_groups, num_blocks, GROUP)
+            group = _group_of(first if HALVES_END else step * BLOCK_K, num_groups, GROUP)
             x = _activations(x_ptr + sources * stride_x_row, order_ptr, expert, ks + first, depth, IS_EVEN)
-            of_group = of_rows + group * num_blocks
-            weight = _operand(stored, _zeros(zeros_ptr, of_group, BITS), half, x.dtype, BITS, IS_FLOAT)
+            zeros = _zeros(zeros_ptr, (expert * num_blocks + blocks) * num_groups + group, BITS)
+            weight = _operand(stored, zeros, half, x.dtype, BITS, IS_FLOAT)
             if GROUP == 0 and x.dtype != tl.float8e4nv:  # whose sums wgmma keeps in fewer bits than float32's
                 total = tl.dot(weight, tl.trans(x), total, input_precision="ieee", out_dtype=SUMS)
             else:
                 part = tl.dot(weight, tl.trans(x), part, input_precision="ieee", out_dtype=SUMS)
-            if GROUP > 0 and (half == HALVES - 1 or GROUP % BLOCK_K > 0):  # or a group ends with the half
-                scaled = part.to(tl.float32) * tl.load(scales_ptr + of_group).to(tl.float32)[:, None]
+            if GROUP > 0 and (half == HALVES - 1 or HALVES_END):
+                scaled = part.to(tl.float32) * (scales if AHEAD else loaded).to(tl.float32)[:, None]
                 total += scaled * _scale_of_activations(x_scales_ptr, sources * num_groups + group, X_GROUPED)
-                part = tl.zeros([BLOCK_N, BLOCK_M], dtype=SUMS)
+                part, scales = tl.zeros([BLOCK_N, BLOCK_M], dtype=SUMS), loaded
         if GROUP == 0 and x_ptr.dtype.element_ty == tl.float8e4nv:
             total += part
     total = total.to(tl.float32)
     if GROUP == 0:
-        total *= tl.load(scales_ptr + of_rows).to(tl.float32)[:, None]
+        total *= scales.to(tl.float32)[:, None]
     total *= _scale_of_activations(x_scales_ptr, sources, not X_GROUPED and x_scales_ptr is not None)
     total *= 256.0 if IS_FLOAT and x_scales_ptr is None else 1.0
     out = tl.trans(total.to(out_ptr.dtype.element_ty))
@@ -123,7 +134,7 @@ def _quantised_gemm_kernel(
         gate, up = tl.split(tl.permute(tl.reshape(out, [BLOCK_M, 2, COLUMNS]), (0, 2, 1)))
         out = (gate.to(tl.float32) * tl.sigmoid(gate.to(tl.float32)) * up.to(tl.float32)).to(out.dtype)
     columns = tile_n * COLUMNS + tl.arange(0, COLUMNS)
-    out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * num_outputs + columns[None, :]
+    out_ptrs = out_ptr + (split * num_rows + rows)[:, None] * num_outputs + columns[None, :]
     tl.store(out_ptrs, out, mask=(rows < end)[:, None] & (columns < num_outputs)[None, :])
 
 
@@ -135,6 +146,16 @@ def _tile_of(num_tiles_n, GROUP_M: tl.constexpr):
     first_m = pid // (GROUP_M * num_tiles_n) * GROUP_M
     group_m = min(num_tiles_m - first_m, GROUP_M)
     return first_m + pid % (GROUP_M * num_tiles_n) % group_m, pid % (GROUP_M * num_tiles_n) // group_m
+
+
+@triton.jit
+def _split_of(num_steps, split_steps, KIND: tl.constexpr):
+    """This program's split of the depth (int64), its first step, and where it ends. Of experts nothing is split."""
+    split, first, end = tl.cast(0, tl.int64), 0, num_steps
+    if KIND == _ONE_MATRIX:
+        split, first = tl.program_id(1).to(tl.int64), tl.program_id(1) * split_steps
+        end = tl.minimum(first + split_steps, num_steps)
+    return split, first, end
 
 
 @triton.jit
@@ -166,6 +187,18 @@ def _scale_of_activations(x_scales_ptr, places, HAS_SCALE: tl.constexpr):
 
 
 @triton.jit
+def _group_of(first, num_groups, GROUP: tl.constexpr):
+    """The group of an input; of one past the depth the last."""
+    return tl.minimum(first // GROUP, num_groups - 1) if GROUP > 0 else 0
+
+
+@triton.jit
+def _scales(scales_ptrs, first, num_groups, num_blocks, GROUP: tl.constexpr):
+    """[BLOCK_N], of an input's group, as stored."""
+    return tl.load(scales_ptrs + _group_of(first, num_groups, GROUP) * num_blocks)
+
+
+@triton.jit
 def _zeros(zeros_ptr, places, BITS: tl.constexpr):
     """Zero points [BLOCK_N, 1], float32, or the middle of the unsigned values [1, 1]."""
     if zeros_ptr is None:
@@ -183,19 +216,31 @@ def _operand(stored, zeros, half: tl.constexpr, dtype: tl.constexpr, BITS: tl.co
         bits = stored.to(tl.uint16)
         weight = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
     else:
-        if BITS == 4:
-            unsigned = (stored >> (4 * half)) & 15
-        else:
-            unsigned = stored ^ 0x80
+        # Of bytes one operation sets the float's upper bits and turns the sign's: theirs are all that each needs.
+        SIGN: tl.constexpr = 0x80 if BITS == 8 else 0
+        unsigned = stored if BITS == 8 else (stored >> (4 * half)) & 15
         if dtype == tl.float16:
-            weight = (unsigned.to(tl.uint16) | _FLOAT16_BITS).to(tl.float16, bitcast=True)
+            weight = (unsigned.to(tl.uint16) ^ (_FLOAT16_BITS | SIGN)).to(tl.float16, bitcast=True)
             weight -= (zeros + _FLOAT16_BASE).to(tl.float16)
         elif dtype == tl.bfloat16 and BITS == 4:
-            weight = (unsigned.to(tl.uint16) | _BFLOAT16_BITS).to(tl.bfloat16, bitcast=True)
+            weight = (unsigned.to(tl.uint16) ^ _BFLOAT16_BITS).to(tl.bfloat16, bitcast=True)
             weight -= (zeros + _BFLOAT16_BASE).to(tl.bfloat16)
         else:
-            weight = (unsigned.to(tl.uint32) | _FLOAT32_BITS).to(tl.float32, bitcast=True) - (zeros + _FLOAT32_BASE)
+            bits = unsigned.to(tl.uint32) ^ (_FLOAT32_BITS | SIGN)
+            weight = bits.to(tl.float32, bitcast=True) - (zeros + _FLOAT32_BASE)
     return weight.to(dtype)
+
+
+@triton.jit(do_not_specialize=["num_elements", "num_splits"])
+def _add_splits_kernel(parts_ptr, out_ptr, num_elements, num_splits, BLOCK: tl.constexpr):
+    """float32 [num_splits, num_elements] added up in order -> [num_elements], model dtype. Grid: (blocks,)."""
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = places < num_elements
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for _ in range(num_splits):
+        total += tl.load(parts_ptr + places, mask=mask)
+        parts_ptr += num_elements
+    tl.store(out_ptr + places, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @dataclass(frozen=True)
@@ -206,6 +251,13 @@ class QuantisedGemmLaunch:
     block_n: int  # rows of the weight of a tile
     num_warps: int
     num_stages: int
+
+    def num_splits(self, num_programs: int, num_steps: int, num_multiprocessors: int) -> int:
+        """In how many parts the depth is read, so that unsplit `num_programs` fill the GPU: 4, 2 or 1 on a
+        multiprocessor, by registers. A part has at least LEAST_SPLIT_STEPS, in which a program's start is lost.
+        """
+        num_wanted = num_multiprocessors * (4 if self.block_m <= 32 else 2 if self.block_m == 64 else 1)
+        return max(min(num_wanted // num_programs, num_steps // LEAST_SPLIT_STEPS), 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -278,15 +330,21 @@ def _launch(
         return out
     inputs = (x if x.stride(1) == 1 else x.contiguous()) if rounded is None else rounded.values
     num_groups, num_blocks = weight.scales.shape[-2:]
-    grid = (rows.num_tiles * triton.cdiv(num_outputs, launch.block_n // 2 if gated else launch.block_n),)
-    _quantised_gemm_kernel[grid](
+    num_programs = rows.num_tiles * triton.cdiv(num_outputs, launch.block_n // 2 if gated else launch.block_n)
+    num_steps, num_splits = triton.cdiv(depth, weight.block_k), 1
+    if rows.kind == ONE_MATRIX and rows.num_tiles <= MOST_SPLIT_TILES and not gated:
+        num_splits = launch.num_splits(num_programs, num_steps, num_multiprocessors(x.device))
+    split_steps = triton.cdiv(num_steps, num_splits)
+    num_splits = triton.cdiv(num_steps, split_steps)  # none without a step
+    parts = out if num_splits == 1 else out.new_empty(num_splits, *out.shape, dtype=torch.float32)
+    _quantised_gemm_kernel[num_programs, num_splits](
         inputs,
         None if rounded is None else rounded.scales,
         weight.values.view(torch.uint8) if rounded is None else weight.values,
         weight.scales,
         weight.zero_points,
         weight.input_order,
-        out,
+        parts,
         rows.pair_ids,
         rows.experts,
         rows.num_rows,
@@ -296,6 +354,7 @@ def _launch(
         num_groups,
         num_blocks,
         inputs.stride(0),
+        split_steps,
         KIND=rows.kind,
         TOP_K=rows.top_k,
         GATHER=rows.gather,
@@ -313,12 +372,21 @@ def _launch(
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
     )
+    if num_splits > 1:
+        grid = (triton.cdiv(out.numel(), SUM_BLOCK),)
+        _add_splits_kernel[grid](parts, out, out.numel(), num_splits, BLOCK=SUM_BLOCK, num_warps=4)
     return out
 
 
 def quantised_row_tile(num_tokens: int) -> int:
     """Tokens of a tile of a product with one matrix."""
     return min(max(power_of_two_from(num_tokens), 16), 128)
+
+
+def quantised_row_tiles(num_tokens: int) -> tuple[int, int]:
+    """Tokens of a tile, and how many tiles, those that no depth is split for as one number: they launch the same."""
+    tile = quantised_row_tile(num_tokens)
+    return tile, min(triton.cdiv(num_tokens, tile), MOST_SPLIT_TILES + 1)
 
 
 def _launch_of(block_m: int, x: torch.Tensor, weight: PackedSteps) -> QuantisedGemmLaunch:

@@ -229,8 +229,22 @@ def test_a_dense_model_has_two_kinds_of_steps() -> None:
     assert _num_classes(DENSE, range(1, 9000)) == 2
 
 
-def test_quantised_products_have_a_kind_of_step_for_each_height_of_tile() -> None:
-    assert _num_classes(replace(DENSE, is_quantised=True), range(1, 4096)) == 4
+def test_quantised_products_have_kinds_of_steps_by_their_tiles() -> None:
+    assert _num_classes(replace(DENSE, is_quantised=True), range(1, 4096)) == 6
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_programs", "num_steps", "num_splits"),
+    [
+        *((1, 64, 32, 4), (1, 64, 96, 8), (1, 384, 32, 1), (1, 64, 15, 1), (1, 600, 96, 1)),
+        *((64, 64, 96, 4), (64, 132, 32, 2), (128, 32, 32, 4), (256, 64, 32, 2), (256, 67, 32, 1)),
+    ],
+)
+def test_few_programs_share_the_depth_of_a_quantised_product(
+    num_tokens: int, num_programs: int, num_steps: int, num_splits: int
+) -> None:
+    launch = quantised_launch(quantised_row_tile(num_tokens), 2, 90)
+    assert launch.num_splits(num_programs, num_steps, 132) == num_splits
 
 
 @pytest.mark.parametrize("capability", [80, 86, 89, 90, 120])

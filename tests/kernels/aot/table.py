@@ -201,6 +201,8 @@ def launch_quantised() -> None:
         weight = _quantised(scheme, 4096, 4096, is_reordered=is_reordered)
         for num_tokens in token_counts:
             quantised.linear(torch.empty(num_tokens, 4096, dtype=DTYPE), weight)
+    for num_tokens in _QUANTISED_TOKENS:  # so wide that no depth is split
+        quantised.linear(torch.empty(num_tokens, 4096, dtype=DTYPE), _quantised(_QUANTISED[0][0], 24_576, 4096))
     for scheme, is_reordered in ((_QUANTISED[0][0], False), (_QUANTISED[0][0], True), (_QUANTISED[-1][0], False)):
         gate_up = _quantised(scheme, 8, 2 * INTERMEDIATE, HIDDEN, is_reordered=is_reordered)
         down = _quantised(scheme, 8, HIDDEN, INTERMEDIATE, is_reordered=is_reordered)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from kernels.triton import quantised, quantised_gemm
 from kernels.triton.experts import sort_tokens_by_expert
 from kernels.triton.packed_quantised import PackedSteps, check_scheme, pack_steps
 from kernels.triton.quantised import grouped_gemm, linear, moe_small_batch, pack, rounded_for
+from kernels.triton.quantised_gemm import QuantisedGemmLaunch
 from kernels.triton.round_activations import RoundedActivations, round_activations
 from tests.support.tensors import assert_close, framed, randn, random_quantised, routing
 
@@ -99,6 +101,18 @@ def test_linear_agrees_with_the_reference(name: str, num_tokens: int, device: to
     assert_close(linear(x, packed).cpu(), expected)
     gated = linear(x, packed, gated=True).cpu()
     assert_close(gated, reference.silu_and_mul(expected), max_steps=128.0 if dtype is torch.float32 else 8.0)
+
+
+@pytest.mark.parametrize("num_tokens", [20, 150, 260])  # 260: three tiles, for which no depth is split
+@pytest.mark.parametrize("name", ["int4_96", "int4_channel_zeros", "int8_32_zeros_order", "int8_activations"])
+def test_depths_in_splits_agree_with_the_reference(name: str, num_tokens: int, device: torch.device) -> None:
+    """The second split of 3, 5 or 10 steps is shorter, or as long."""
+    weight = weight_of(name)
+    packed = packed_on(device, weight)
+    x = framed(randn(num_tokens, DEPTH, seed=1, device=device, dtype=torch.float32))
+    with mock.patch.object(QuantisedGemmLaunch, "num_splits", return_value=2) as asked:
+        assert_close(linear(x, packed).cpu(), expected_linear(x, weight, packed))
+    assert asked.called == (num_tokens < 260)
 
 
 def test_row_tiles_run_in_groups(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
