@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeGuard
 
 GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "lark"]
 
@@ -38,6 +38,9 @@ _DATA = frozenset({"const", "enum", "default", "examples", "required"})
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 # Where an object begins, a row of the parser holds four items for each: see MAX_ITEMS_IN_ROW in `trial`.
 MAX_OPTIONAL_PROPERTIES = 2_000
+# The compiler reads numbers as doubles, and writes whole ones from those, with 64 bits: 2^53 + 1 would become 2^53.
+MAX_EXACT = 2**53
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 # Characters that JSON writes as \u.... only, and 0x7F, which the compiler has no other way to write either.
 _UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 
@@ -106,6 +109,8 @@ def check_json_schema(schema: object) -> None:
             )
         for key in ("const", "enum"):
             _check_writable(key, node.get(key))
+        for key in _BOUNDS:
+            _check_bound(key, node.get(key))
 
 
 def _schemas(schema: object) -> Iterator[Mapping[str, object]]:
@@ -131,5 +136,20 @@ def _check_writable(key: str, data: object) -> None:
         if isinstance(value, str) and (found := _UNWRITABLE.search(value)):
             accepted = r"of the control characters \b, \f, \n, \r and \t"
             raise ValueError(f"{key} holds the character U+{ord(found.group()):04X}; accepted: {accepted}")
+        if _is_whole(value) and abs(value) > MAX_EXACT:
+            raise ValueError(f"{key} holds {json.dumps(value)}; accepted: whole numbers of at most {MAX_EXACT}")
         if isinstance(value, list | dict):
             pending += value.values() if isinstance(value, dict) else value
+
+
+def _check_bound(key: str, bound: object) -> None:
+    """Raise ValueError for a bound that, rounded to a double and then to 64 bits, lets numbers beyond it pass."""
+    if not _is_whole(bound) or abs(bound) < MAX_EXACT:
+        return
+    taken = max(min(int(float(bound)), 2**63 - 1), -(2**63))
+    if key.startswith("exclusive") or (taken < bound if key == "minimum" else taken > bound):
+        raise ValueError(f"{key} is {json.dumps(bound)}; accepted: less than {MAX_EXACT} on either side of 0")
+
+
+def _is_whole(value: object) -> TypeGuard[int | float]:
+    return (isinstance(value, int) and not isinstance(value, bool)) or (isinstance(value, float) and value.is_integer())

@@ -152,6 +152,31 @@ def test_a_value_that_cannot_be_written_is_refused(schema: dict[str, object], sa
         check_json_schema(schema)
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        *({"const": 2**53 + 1}, {"enum": ["a", -(2**60)]}, {"const": {"ids": [2**64]}}, {"enum": [1e20]}),
+        *({"minimum": 2**60 + 3}, {"maximum": -(2**60) - 3}, {"minimum": 1e19}, {"maximum": -(2**64)}),
+        *({"exclusiveMinimum": 2**53}, {"exclusiveMaximum": -(2**53)}, {"items": {"maximum": 2**53 + 3}}),
+    ],
+)
+def test_a_whole_number_that_would_be_another_is_refused(schema: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"accepted: (whole numbers of at most|less than) 9007199254740992"):
+        check_json_schema(schema)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        *({"const": 2**53}, {"enum": [0.5, 1e-7, True, -(2**53)]}, {"default": 2**64}),
+        *({"minimum": -(2**63), "maximum": 2**63 - 1}, {"maximum": 2**64 - 1}, {"minimum": 2**53}),
+        *({"exclusiveMinimum": 0, "exclusiveMaximum": 2**53 - 1}, {"exclusiveMinimum": True}),
+    ],
+)
+def test_whole_numbers_of_doubles_and_the_bounds_of_64_bits_are_taken(schema: dict[str, object]) -> None:
+    check_json_schema(schema)
+
+
 def test_a_value_of_what_json_escapes_shortly_is_taken() -> None:
     check_json_schema({"const": '\b\f\n\r\t"\\/\u2028'})
 
