@@ -110,7 +110,7 @@ class GenerationRequests(
                 self._cancel(group)
             else:
                 for state in group.answering:
-                    if not state.is_finished:
+                    if state.finish_reason in {None, FinishReason.LENGTH}:
                         self._outputs.constrain(state, grammar)
                 self._schedule(group)
 

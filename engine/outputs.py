@@ -57,8 +57,9 @@ class OutputProcessor:
     def constrain(self, state: RequestState, grammar: CompiledGrammar) -> None:
         """Make a sequence follow a grammar, from the tokens on that it has from a resume state."""
         state.matcher = grammar.new_matcher(self._eos_token_ids.union(state.request.params.stop_token_ids))
+        was_finished = state.is_finished  # by its length, perhaps at the token that ends the grammar too
         self._follow_grammar(state, state.matcher, state.output_token_ids)
-        if state.is_finished:
+        if state.is_finished and not was_finished:
             self.flush(state)
 
     def completion(self, state: RequestState) -> Completion:
@@ -97,7 +98,7 @@ class OutputProcessor:
     def _follow_grammar(self, state: RequestState, matcher: GrammarMatcher, token_ids: Sequence[int]) -> None:
         for token_id in token_ids:
             matcher.accept(token_id)
-        if state.finish_reason is None and token_ids and matcher.is_over:
+        if state.finish_reason in {None, FinishReason.LENGTH} and token_ids and matcher.is_over:
             state.finish_reason = FinishReason.STOP
 
     def _feed(self, state: RequestState, stops: StopStrings, text: str) -> None:

@@ -65,9 +65,11 @@ class ResumeStates:
         """
         for state, source, sequence in zip(states, group.answering, _sequences(group), strict=True):
             self._replay(state, sequence)
-            if source.is_finished and not state.is_finished:
-                state.finish_reason = source.finish_reason
-                self._outputs.flush(state)
+            if source.is_finished:
+                was_finished = state.is_finished
+                state.finish_reason, state.stop_reason = source.finish_reason, source.stop_reason
+                if not was_finished:
+                    self._outputs.flush(state)
 
     def _take(self, group: RequestGroup) -> ResumeState:
         """A resume state of all sequences, after which none of them is due for a while."""

@@ -273,6 +273,31 @@ def test_an_aborted_equal_keeps_the_end_its_grammar_gave_a_sequence(engine: Engi
     assert "runs" in _texts(engine)
 
 
+@pytest.fixture(scope="module")
+def one_at_a_time(tiny_model: Path) -> Iterator[Engine]:
+    engine = load_engine(tiny_model, {"engine.max_num_seqs": "1", "engine.checkpoint_tokens": "1"})
+    yield engine
+    engine.close()
+
+
+def test_a_grammar_that_ends_with_the_last_token_is_a_stop_when_resumed(one_at_a_time: Engine) -> None:
+    engine = one_at_a_time
+    request = grammar_request("r", Grammar("regex", "[a-d][x-z][m-p]"), n=2, max_tokens=3, temperature=1.0, seed=1)
+    whole = run_all(engine, [request])["r"]
+    assert [completion.finish_reason for completion in whole.completions] == [FinishReason.STOP] * 2
+    engine.add_request(request)
+    while (resume_state := engine.resume_state("r")) is None or len(resume_state.sequences[0].token_ids) < 3:
+        assert engine.step() == []
+    engine.add_request(replace(request, request_id="equal"))
+    engine.abort("equal")
+    (equal,) = engine.step()
+    assert equal.completions[0] == whole.completions[0]
+    engine.abort("r")
+    engine.step()
+    resumed = run_all(engine, [replace(request, resume=resume_state)])["r"]
+    assert resumed.completions == whole.completions
+
+
 def _lengths(engine: Engine, grammar: Grammar, seeds: Iterable[int]) -> dict[int, set[int]]:
     outputs = run_all(engine, [grammar_request(str(seed), grammar, seed=seed, n=2) for seed in seeds])
     return {int(name): {len(completion.text) for completion in output.completions} for name, output in outputs.items()}
