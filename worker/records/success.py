@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import sys
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.request import Completion, RequestOutput, TokenLogprobs
@@ -97,7 +97,7 @@ def _chat_answer(
 def _text_answer(completion: Completion, tokenizer: Tokenizer, echo: EchoedPrompt | None) -> dict[str, object]:
     return {
         "text": completion.text if echo is None else echo.text + completion.text,
-        "logprobs": None if completion.logprobs is None else text_logprobs(completion.logprobs, tokenizer, echo),
+        "logprobs": None if completion.logprobs is None else text_logprobs(completion, tokenizer, echo),
         "finish_reason": completion.finish_reason.value,
     }
 
@@ -178,31 +178,39 @@ def chat_logprobs(chosen: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> dict
     return {"content": content, "refusal": None}
 
 
-def text_logprobs(
-    chosen: Sequence[TokenLogprobs], tokenizer: Tokenizer, echo: EchoedPrompt | None = None
-) -> dict[str, object]:
+def text_logprobs(completion: Completion, tokenizer: Tokenizer, echo: EchoedPrompt | None = None) -> dict[str, object]:
     """`choices[].logprobs` of a text completion, behind those of the prompt where it is echoed.
 
     `top_logprobs` always holds the token itself too. Two tokens may have the same text; the more likely one keeps the
     key. Of a prompt's first token, which nothing predicts, both are null.
     """
-    token_ids = [token.token_id for token in chosen]
-    entries: list[TokenLogprobs | None] = list(chosen)
-    offsets: list[int] = []
-    offset = 0
-    if echo is not None:
-        token_ids, entries = [*echo.token_ids, *token_ids], [*echo.entries, *entries]
-        offsets, offset = list(echo.offsets), len(echo.text)
-    tokens = [tokenizer.token_text(token_id) for token_id in token_ids]
-    for text in tokens[len(offsets) :]:
-        offsets.append(offset)
-        offset += len(text)
+    before, chosen = echo or EchoedPrompt(""), completion.logprobs or ()
+    entries = [*before.entries, *chosen]
+    own_ids = [token.token_id for token in chosen]
+    tokens = [tokenizer.token_text(token_id) for token_id in (*before.token_ids, *own_ids)]
+    own_offsets = token_offsets(completion.text, own_ids, tokenizer)
     return {
         "tokens": tokens,
         "token_logprobs": [None if entry is None else _finite(entry.logprob) for entry in entries],
         "top_logprobs": [_top(*pair, tokenizer) for pair in zip(entries, tokens, strict=True)],
-        "text_offset": offsets,
+        "text_offset": [*before.offsets, *(len(before.text) + offset for offset in own_offsets)],
     }
+
+
+def token_offsets(text: str, token_ids: Sequence[int], tokenizer: Tokenizer) -> Iterator[int]:
+    """Where each token begins in the text as the tokens spell it, which is the line's own text unless the tokenizer
+    normalises it. Tokens of one character begin together; special tokens take room only where the text has them.
+    """
+    detokenizer = tokenizer.new_detokenizer()
+    end = 0
+    for token_id in token_ids:
+        yield min(end, len(text))
+        if token_id not in tokenizer.special_token_ids:
+            end += len(detokenizer.append(token_id))
+            continue
+        mark = tokenizer.token_text(token_id)
+        if text.startswith(mark, end):
+            end += len(mark)
 
 
 def _top(entry: TokenLogprobs | None, text: str, tokenizer: Tokenizer) -> dict[str, float] | None:

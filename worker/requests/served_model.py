@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -27,7 +27,7 @@ from worker.records.failure import (
     unfinished_record,
 )
 from worker.records.record import RecordContext
-from worker.records.success import EchoedPrompt, success_record
+from worker.records.success import EchoedPrompt, success_record, token_offsets
 from worker.requests.answers import AnswerReader, TokenText
 from worker.requests.builder import RequestBuilder
 from worker.requests.call_grammar import CallGrammar
@@ -176,19 +176,3 @@ def echoed_prompt(body: CompletionBody, output: RequestOutput, tokenizer: Tokeni
     if entries is None:
         return EchoedPrompt(text)
     return EchoedPrompt(text, entries.token_ids, tuple(token_offsets(text, entries.token_ids, tokenizer)), entries)
-
-
-def token_offsets(text: str, token_ids: Sequence[int], tokenizer: Tokenizer) -> Iterator[int]:
-    """Where each token begins in the text as the tokens spell it, which is the line's own text unless the tokenizer
-    normalises it. Tokens of one character begin together; special tokens take room only where the text has them.
-    """
-    detokenizer = tokenizer.new_detokenizer()
-    end = 0
-    for token_id in token_ids:
-        yield min(end, len(text))
-        if token_id not in tokenizer.special_token_ids:
-            end += len(detokenizer.append(token_id))
-            continue
-        mark = tokenizer.token_text(token_id)
-        if text.startswith(mark, end):
-            end += len(mark)

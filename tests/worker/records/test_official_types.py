@@ -19,7 +19,8 @@ from tests.support.fake_engine import QWEN3_TOKENS, answered, chat_model, reques
 from tests.support.request_lines import build_request, chat_line, completion_line, parse
 from tests.support.tiny_checkpoint import make_checkpoint
 from worker.records.record import encode_record
-from worker.requests.served_model import ServedModel, token_offsets
+from worker.records.success import token_offsets
+from worker.requests.served_model import ServedModel
 
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("weather", "time")]
 ROME = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'

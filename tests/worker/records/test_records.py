@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import codecs
 import json
 import math
 import struct
@@ -21,7 +22,7 @@ from worker.lines.chat import ChatBody
 from worker.records.answers import ChatAnswer
 from worker.records.failure import Failure, Unfinished, error_record, line_error_record, unfinished_record
 from worker.records.record import RecordContext, encode_record, has_failed
-from worker.records.success import embedding_record, success_record
+from worker.records.success import EchoedPrompt, embedding_record, success_record, text_logprobs
 
 CONTEXT = RecordContext("s0-1", "tiny", created_s=1_700_000_000)
 
@@ -36,8 +37,23 @@ OUTPUT = RequestOutput("3", 7, 0, (), embeddings=(array("f", NUMBERS), array("f"
 FAILED_CONTEXT = RecordContext("s0-1", "tiny", created_s=0)
 
 
+class Spelled:
+    """Text as `Spelling`'s tokens make it, of bytes once a character is whole."""
+
+    def __init__(self) -> None:
+        self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def append(self, token_id: int) -> str:
+        return self._bytes.decode(Spelling().token_bytes(token_id))
+
+
 class Spelling:
     """Token 200 + b is the single byte b, other ids are letters."""
+
+    special_token_ids = frozenset[int]()
+
+    def new_detokenizer(self) -> Spelled:
+        return Spelled()
 
     def token_text(self, token_id: int) -> str:
         return self.token_bytes(token_id).decode("utf-8", "replace")
@@ -157,6 +173,18 @@ def test_text_logprobs_always_hold_the_chosen_token() -> None:
         "top_logprobs": [{"b": -0.1, "a": -0.5}, {"b": -0.1, "c": -0.2, "\ufffd": -9999.0}],
         "text_offset": [0, 1],
     }
+
+
+def test_offsets_are_places_in_the_text_for_parts_of_a_character_too() -> None:
+    tokens = [TokenLogprobs(token_id, -1.0, ()) for token_id in (*(200 + byte for byte in "日".encode()), 0, 1)]
+    line = completion_line(logprobs=0)
+
+    [choice] = choices_of(line, completion("日ab", logprobs=tokens))
+    assert choice["logprobs"]["text_offset"] == [0, 0, 0, 1, 2]  # type: ignore[index]  # JSON
+
+    echo = EchoedPrompt("xy", [23, 24], [0, 1], [None, TokenLogprobs(24, -1.0, ())])
+    found = text_logprobs(completion("日ab", logprobs=tokens), SPELLING, echo)
+    assert found["text_offset"] == [0, 1, 2, 2, 2, 3, 4]
 
 
 def test_of_two_tokens_with_the_same_text_the_likelier_keeps_the_key() -> None:
