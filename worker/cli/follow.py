@@ -10,12 +10,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 from urllib.parse import urlsplit
 
 import click
 import redis
 from pydantic import ValidationError
+from redis.exceptions import AuthorizationError
 
 from settings import RedisSettings
 from worker.acl import FLOWER, WORKER
@@ -27,6 +28,8 @@ from worker.client import BatchClient
 from worker.schemas import JobState, JobStatus
 
 POLL_S = 0.5
+
+Answer = TypeVar("Answer")
 
 # It takes a worker some time to plan a job, and its heartbeat comes every few seconds.
 LOOK_AFTER_S = 2.0  # without a new record
@@ -101,6 +104,7 @@ class JobBar:
         self._bar = ProgressBar(sys.stderr, plain_lines=job.plain_lines)
         self._lookout = WorkerLookout(job.client, may_look=job.sees_workers)
         self._asked_at_s = float("-inf")
+        self._has_answered = False
 
     def show(self) -> JobStatus:
         """The job's status, which is shown."""
@@ -109,6 +113,25 @@ class JobBar:
         waits_for = self._lookout.waits_for(status, now_s) if self._bar.is_shown else ""
         self._bar.show(Progress.of_job(status, waits_for))
         return status
+
+    def ask(self, question: Callable[[], Answer], should_stop: Callable[[], bool]) -> Answer | None:
+        """What Redis answers. Once it has, it may go away: it is asked until it is back, or None if it is to stop."""
+        is_away = False
+        while not should_stop():
+            try:
+                answer = question()
+            except (redis.ConnectionError, redis.TimeoutError) as error:
+                if not self._has_answered or isinstance(error, redis.AuthenticationError | AuthorizationError):
+                    raise
+                if not is_away:
+                    self._bar.leave()
+                    click.echo(f"millrace: Redis is away, asked until it is back: {printable(str(error))}", err=True)
+                is_away = True
+                time.sleep(POLL_S)
+            else:
+                self._has_answered = True
+                return answer
+        return None
 
     def show_if_due(self) -> None:
         """Show it if anything is shown, at most every POLL_S."""
@@ -150,8 +173,7 @@ def follow_job(job: Followed, on_change: Callable[[JobStatus], None] = lambda st
     """Poll until the job has ended; `on_change` gets each new status. Raises Interrupted on Ctrl-C."""
     told = None
     with stop_signals(signal.SIGINT) as should_stop, shown(job) as bar:
-        while not should_stop():
-            status = bar.show()
+        while (status := bar.ask(bar.show, should_stop)) is not None:
             if status != told:
                 on_change(status)
                 told = status
@@ -194,18 +216,19 @@ def follow_records(job: Followed, reading: Reading) -> JobStatus:
     num_written, is_shown = 0, reading.paths.output != STANDARD
     with stop_signals(signal.SIGINT) as should_stop, shown(job) as bar:
         pages = job.client.pages(job.job_id, reading.cursor, follow=True, order=reading.order)
-        for page in pages:
+        while (page := bar.ask(lambda: next(pages, None), should_stop)) is not None:
             for record in page:
                 reading.write(record)
                 num_written += 1
                 if should_stop():
                     break
-            if should_stop():
-                rest = f"{job.command('results')}{reading.rest_options(pages.cursor)}"
-                raise Interrupted(f"{job.goes_on}\n{num_written} records are written; to go on: {rest}")
             if is_shown:
-                bar.show_if_due()
-        return bar.show() if is_shown else job.client.status(job.job_id)
+                bar.ask(bar.show_if_due, should_stop)
+        status = bar.ask(bar.show if is_shown else lambda: job.client.status(job.job_id), should_stop)
+        if status is None:
+            rest = f"{job.command('results')}{reading.rest_options(pages.cursor)}"
+            raise Interrupted(f"{job.goes_on}\n{num_written} records are written; to go on: {rest}")
+        return status
 
 
 def require_completed(job: JobStatus, max_failed: MaxFailed | None = None) -> None:

@@ -6,14 +6,14 @@ import io
 import json
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from click.testing import CliRunner, Result
-from redis.exceptions import NoPermissionError
+from redis.exceptions import AuthenticationError, ConnectionError, NoPermissionError, TimeoutError
 
 from settings import RedisSettings
 from tests.support.processes import WarmProcess, wait_until, warm_interpreter
@@ -32,17 +32,21 @@ from worker.cli.follow import (
     Reading,
     WorkerLookout,
     follow_job,
+    follow_records,
     may_list_workers,
     require_completed,
 )
 from worker.cli.main import cli
-from worker.client import BatchClient
+from worker.client import BatchClient, ResultPages
 from worker.registry.keys import UnitRef
 from worker.registry.leases import PromptRecord
 from worker.registry.lifecycle import Outcome
 from worker.schemas import JobState, JobStatus, WorkerInfo
 
 WORKER = WorkerInfo(id="w", version="1", model="m", steps=0, open_requests=0, held=0)
+
+
+Told = TypeVar("Told")
 
 
 class Terminal(io.StringIO):
@@ -54,13 +58,31 @@ class Terminal(io.StringIO):
 
 
 class ToldClient(BatchClient):
-    """A client whose `status` gives one snapshot after the other."""
+    """A client whose `status` gives one snapshot after the other, or raises what stands in its place."""
 
-    def __init__(self, story: list[JobStatus]) -> None:
-        self.story: Iterator[JobStatus] = iter(story)
+    def __init__(self, story: Sequence[JobStatus | Exception]) -> None:
+        self.story = iter(story)
 
     def status(self, job_id: str) -> JobStatus:
-        return next(self.story)
+        return told(next(self.story))
+
+
+def told(what: Told | Exception) -> Told:
+    if isinstance(what, Exception):
+        raise what
+    return what
+
+
+class ToldPages(ResultPages):
+    """Pages of records, or errors in their place."""
+
+    cursor = "2-x"
+
+    def __init__(self, story: Sequence[list[dict[str, Any]] | Exception]) -> None:
+        self.story = iter(story)
+
+    def __next__(self) -> Iterator[dict[str, Any]]:
+        return iter(told(next(self.story)))
 
 
 def test_each_change_is_told_once_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,6 +95,35 @@ def test_each_change_is_told_once_until_the_end(monkeypatch: pytest.MonkeyPatch)
 
     assert told == [start, half, end]
     assert job == end
+
+
+def test_a_redis_that_goes_away_is_asked_until_it_is_back(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "POLL_S", 0.0)
+    half, end = job_status(JobState.IN_PROGRESS, 5), job_status(JobState.COMPLETED, 9, 1)
+    client = ToldClient([half, ConnectionError("refused"), TimeoutError("slow"), end, end])
+    seen: list[JobStatus] = []
+    assert follow_job(Followed(client, "s0-1"), seen.append) == end
+    assert seen == [half, end]
+    assert capsys.readouterr().err.count("Redis is away, asked until it is back: refused\n") == 1
+
+    pages = ToldPages([[{"a": 1}], ConnectionError("gone"), [], [{"b": 2}], TimeoutError("slow"), [{"c": 3}]])
+    monkeypatch.setattr(client, "pages", lambda *_, **__: pages)
+    records: list[Mapping[str, object]] = []
+    assert follow_records(Followed(client, "s0-1"), Reading(RecordPaths("-", None), records.append)) == end
+    assert records == [{"a": 1}, {"b": 2}, {"c": 3}]
+
+
+@pytest.mark.parametrize(
+    "story", [[ConnectionError("refused")], [job_status(JobState.IN_PROGRESS), AuthenticationError("wrong password")]]
+)
+def test_a_redis_that_never_answered_or_refuses_is_not_asked_again(
+    story: list[JobStatus | Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "POLL_S", 0.0)
+    with pytest.raises(ConnectionError, match=r"refused|wrong password"):
+        follow_job(Followed(ToldClient(story), "s0-1"))
 
 
 def test_an_error_has_a_line_of_its_own_behind_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
