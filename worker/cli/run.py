@@ -145,10 +145,15 @@ def run(**arguments: Unpack[Arguments]) -> None:
         for path in paths:
             hold_output(path, held)  # results that cannot be written are not worth loading a model for
         part = earlier.part(files, paths, effective.settings, held)
-        summary, was_stopped = _run_part(_Work(files, part, ignored), paths, effective, arguments)
+        may_resume = part.run_id != JOB_ID and not any(map(is_stream, paths))
+        goes_on = "; the same command with --resume goes on" if may_resume else ""
+        try:
+            summary, was_stopped = _run_part(_Work(files, part, ignored), paths, effective, arguments)
+        except OSError as error:  # a full disk: what was buffered could not be written at the end either
+            raise CommandError(f"{paths.output}: {error}{goes_on}") from error
     if was_stopped:
-        if part.run_id != JOB_ID and not any(map(is_stream, paths)):
-            click.echo("interrupted; the same command with --resume goes on", err=True)
+        if may_resume:
+            click.echo(f"interrupted{goes_on}", err=True)
         sys.exit(ExitCode.INTERRUPTED)
     num_failed, num_records = part.num_kept_failed + summary.failed, part.num_kept + summary.requests
     (arguments["max_failed"] or DEFAULT_MAX_FAILED).check(num_failed, num_records, "run")

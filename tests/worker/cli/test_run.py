@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import itertools
 import json
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from click.testing import CliRunner
@@ -366,6 +368,18 @@ def test_a_profile_that_does_not_fit_the_disk_costs_no_record(checkpoint: Path, 
     assert done.returncode == 1
     assert b"/dev/full: the trace is not complete: " in done.stderr
     assert len(records_of(results.read_bytes())) == 1
+
+
+def test_a_full_disk_is_told_with_the_output_and_how_to_go_on(checkpoint: Path, tmp_path: Path) -> None:
+    requests, full = tmp_path / "in.jsonl", OSError(errno.ENOSPC, "No space left on device")
+    requests.write_bytes(completion_line(max_tokens=2))
+    arguments = ["-i", str(requests), "--model", str(checkpoint)]
+    with mock.patch("worker.cli.run._run_part", side_effect=full):
+        to_file = CliRunner().invoke(run, [*arguments, "-o", str(tmp_path / "out.jsonl")])
+        to_device = CliRunner().invoke(run, [*arguments, "-o", "/dev/full"])
+    assert (to_file.exit_code, to_device.exit_code) == (1, 1)
+    assert "out.jsonl: [Errno 28] No space left on device; the same command with --resume goes on" in to_file.stderr
+    assert to_device.stderr.endswith("/dev/full: [Errno 28] No space left on device\n")
 
 
 def test_ignored_parameters_are_counted_in_the_summary(checkpoint: Path, tmp_path: Path) -> None:
