@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import re
 from collections.abc import AsyncIterator, Mapping
 from typing import TypeVar
 
@@ -24,6 +25,7 @@ MAX_BODY_BYTES = 64 * 1024  # of a request in JSON: 16 pairs of metadata have 9 
 
 Body = TypeVar("Body", bound=BaseModel)
 
+_MEMBER = re.compile(r"<\w+\.\w+: ('[^']*')>")  # as Python writes a member of an enumeration
 _PASSING = (errors.NotDurable, errors.FunctionsMissing, errors.JobIncomplete, errors.LinesChanged, errors.FileChanged)
 # By type, the first that fits.
 _STATUSES: Mapping[tuple[type[errors.RegistryError], ...], int] = {
@@ -125,7 +127,8 @@ async def read_body(request: Request, kind: type[Body], timeout_s: float) -> Bod
     if first["type"] == "extra_forbidden":
         raise ApiError(f"unknown parameter {shorten(place)}", param=place, code="unknown_parameter")
     code = "missing_required_parameter" if first["type"] == "missing" else "invalid_value"
-    raise ApiError(f"{place or 'the body'}: {first['msg']}", param=place or None, code=code)
+    told = _MEMBER.sub(r"\1", first["msg"])
+    raise ApiError(f"{place or 'the body'}: {told}", param=place or None, code=code)
 
 
 def read_query(request: Request, known: Mapping[str, str]) -> dict[str, str]:

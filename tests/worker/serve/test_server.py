@@ -72,7 +72,9 @@ REFUSED_BATCHES: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_batch_that_is_refused_names_what_is_wrong(server: HttpServer, kind: str) -> None:
     fields, param = REFUSED_BATCHES[kind]
     file_id = server.upload_id(chat_lines("a"))
-    assert _error(server.create(file_id, **fields)) == (400, param)
+    answer = server.create(file_id, **fields)
+    assert _error(answer) == (400, param)
+    assert "<" not in answer.json()["error"]["message"]  # nothing of Python's own
     assert server.http.get("/v1/batches").json()["data"] == []
 
 
