@@ -106,11 +106,13 @@ def quantised_cases(ops: Operations, models: Sequence[ModelShape], sizes: Sizes)
     dense = [model for model in models if not model.num_experts]
     tokens_of = (1, sizes.few_tokens, 4 * sizes.few_tokens, sizes.many_tokens)
     for names, model in distinct(dense, lambda m: m.hidden_size):
-        k, n = model.hidden_size, 2 * model.intermediate_size
-        for scheme, tokens in product(SCHEMES, tokens_of):
+        wide = ("gate_up", model.hidden_size, 2 * model.intermediate_size)
+        deep = ("down", model.intermediate_size, model.hidden_size)  # of few columns, so a GPU splits its depth
+        cases = [*product([wide], SCHEMES, tokens_of), *product([deep], SCHEMES[:1], tokens_of[:-1])]
+        for (layer, k, n), scheme, tokens in cases:
             by_bytes = tokens != sizes.many_tokens
             prepare = _rounded(ops, scheme, tokens, (k, n), by_bytes=by_bytes)
-            shape = f"T {tokens}, gate_up {k} -> {n}, {scheme}"
+            shape = f"T {tokens}, {layer} {k} -> {n}, {scheme}"
             yield Case("linear", names, shape, "bandwidth" if by_bytes else "matmul", prepare)
 
 

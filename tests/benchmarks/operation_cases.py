@@ -104,10 +104,13 @@ def _row_cases(dtype: torch.dtype, is_tiny: bool) -> Iterator[OperationCase]:
         residual, weight = _normal(rows, hidden, seed=3, dtype=dtype), norm.to(dtype)
         matrix = _normal(hidden, hidden, seed=5, dtype=dtype).mul(0.02)
         yield _case(f"linear {rows}", (x, matrix), lambda ops, x, w: [ops.linear(x, ops.pack(w))])
+        depth = 2048 if is_tiny else hidden  # so deep that a GPU reads it in splits
+        deep = Framed(_normal(rows, depth, seed=6, dtype=dtype))
+        matrix = _normal(hidden, depth, seed=7, dtype=dtype).mul(0.02)
         for scheme in (*SCHEMES, ROUNDED_TO_FLOAT8) if multiplies_float8 else SCHEMES:
             yield _case(
                 f"linear {rows}, {scheme}",
-                (_float8_numbers(x) if scheme == ROUNDED_TO_FLOAT8 else x, matrix, scheme),
+                (_float8_numbers(deep) if scheme == ROUNDED_TO_FLOAT8 else deep, matrix, scheme),
                 lambda ops, x, w, scheme: [ops.linear(x, ops.pack(quantise(w, scheme, w.dtype)))],
             )
         yield _case(f"rms_norm {rows}", (x, weight), lambda ops, x, w: [ops.rms_norm(x, w, EPS)])
