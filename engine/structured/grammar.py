@@ -109,8 +109,7 @@ def check_json_schema(schema: object) -> None:
             )
         for key in ("const", "enum"):
             _check_writable(key, node.get(key))
-        for key in _BOUNDS:
-            _check_bound(key, node.get(key))
+        _check_bounds(node)
 
 
 def _schemas(schema: object) -> Iterator[Mapping[str, object]]:
@@ -137,18 +136,33 @@ def _check_writable(key: str, data: object) -> None:
             accepted = r"of the control characters \b, \f, \n, \r and \t"
             raise ValueError(f"{key} holds the character U+{ord(found.group()):04X}; accepted: {accepted}")
         if _is_whole(value) and abs(value) > MAX_EXACT:
-            raise ValueError(f"{key} holds {json.dumps(value)}; accepted: whole numbers of at most {MAX_EXACT}")
+            raise ValueError(f"{key} holds {str(value)[:40]}; accepted: whole numbers of at most {MAX_EXACT}")
         if isinstance(value, list | dict):
             pending += value.values() if isinstance(value, dict) else value
 
 
-def _check_bound(key: str, bound: object) -> None:
-    """Raise ValueError for a bound that, rounded to a double and then to 64 bits, lets numbers beyond it pass."""
-    if not _is_whole(bound) or abs(bound) < MAX_EXACT:
-        return
-    taken = max(min(int(float(bound)), 2**63 - 1), -(2**63))
-    if key.startswith("exclusive") or (taken < bound if key == "minimum" else taken > bound):
-        raise ValueError(f"{key} is {json.dumps(bound)}; accepted: less than {MAX_EXACT} on either side of 0")
+def _check_bounds(schema: Mapping[str, object]) -> None:
+    """Raise ValueError for a bound that, as the compiler takes it, may let numbers beyond it pass.
+
+    Of integers it is rounded to a double, then to 64 bits; of other numbers it is a double's shortest decimal.
+    """
+    kinds = schema.get("type", "number")
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    for key in _BOUNDS if "number" in kinds or "integer" in kinds else ():
+        bound = schema.get(key)
+        if not _is_whole(bound):
+            continue
+        last = int(bound) + {"exclusiveMinimum": 1, "exclusiveMaximum": -1}.get(key, 0)
+        taken = _in_64_bits(int(float(_in_64_bits(last))))
+        is_kept = key in ("minimum", "maximum") and (taken >= last if key == "minimum" else taken <= last)
+        if abs(last) > MAX_EXACT and ("number" in kinds or not is_kept):
+            raise ValueError(
+                f"{key} is {str(bound)[:40]}; accepted: numbers of at most {MAX_EXACT} on either side of 0"
+            )
+
+
+def _in_64_bits(number: int) -> int:
+    return max(min(number, 2**63 - 1), -(2**63))
 
 
 def _is_whole(value: object) -> TypeGuard[int | float]:
