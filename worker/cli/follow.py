@@ -16,7 +16,6 @@ from urllib.parse import urlsplit
 import click
 import redis
 from pydantic import ValidationError
-from redis.exceptions import AuthorizationError
 
 from settings import RedisSettings
 from worker.acl import FLOWER, WORKER
@@ -25,6 +24,7 @@ from worker.cli.failures import DEFAULT_MAX_FAILED, FailureCounts, MaxFailed
 from worker.cli.files import GZIP_SUFFIX, STANDARD, RecordPaths, WriteRecord
 from worker.cli.progress import Progress, ProgressBar, coloured, no_worker_serves
 from worker.client import BatchClient
+from worker.registry.connect import is_refusal_to_connect
 from worker.schemas import JobState, JobStatus
 
 POLL_S = 0.5
@@ -121,7 +121,7 @@ class JobBar:
             try:
                 answer = question()
             except (redis.ConnectionError, redis.TimeoutError) as error:
-                if not self._has_answered or isinstance(error, redis.AuthenticationError | AuthorizationError):
+                if not self._has_answered or is_refusal_to_connect(error):
                     raise
                 if not is_away:
                     self._bar.leave()

@@ -145,18 +145,27 @@ def run(**arguments: Unpack[Arguments]) -> None:
         for path in paths:
             hold_output(path, held)  # results that cannot be written are not worth loading a model for
         part = earlier.part(files, paths, effective.settings, held)
-        may_resume = part.run_id != JOB_ID and not any(map(is_stream, paths))
-        goes_on = "; the same command with --resume goes on" if may_resume else ""
-        try:
-            summary, was_stopped = _run_part(_Work(files, part, ignored), paths, effective, arguments)
-        except OSError as error:  # a full disk: what was buffered could not be written at the end either
-            raise CommandError(f"{paths.output}: {error}{goes_on}") from error
+        summary, was_stopped = _run_part(_Work(files, part, ignored), paths, effective, arguments)
     if was_stopped:
-        if may_resume:
+        if goes_on := _goes_on(part, paths):
             click.echo(f"interrupted{goes_on}", err=True)
         sys.exit(ExitCode.INTERRUPTED)
     num_failed, num_records = part.num_kept_failed + summary.failed, part.num_kept + summary.requests
     (arguments["max_failed"] or DEFAULT_MAX_FAILED).check(num_failed, num_records, "run")
+
+
+def _goes_on(part: RunPart, paths: RecordPaths) -> str:
+    may_resume = part.run_id != JOB_ID and not any(map(is_stream, paths))
+    return "; the same command with --resume goes on" if may_resume else ""
+
+
+@contextmanager
+def _named(files: str, hint: str = "") -> Iterator[None]:
+    """In the block an OSError is CommandError with the names of the files that are written there."""
+    try:
+        yield
+    except OSError as error:  # a full disk: what was buffered cannot be written at the end either
+        raise CommandError(f"{files}: {error}{hint}") from error
 
 
 def _run_part(
@@ -168,6 +177,7 @@ def _run_part(
         # Earlier results are replaced only once the model is loaded; until then Ctrl-C ends the command at once.
         engine, load_s = (None, 0.0) if work.part.is_done else _load_engine(effective, trace)
         with (
+            _named(", ".join(paths), _goes_on(work.part, paths)),
             stop_signals(signal.SIGINT, signal.SIGTERM) as should_stop,
             record_output(paths, appends=work.part.appends) as write,
         ):
@@ -175,7 +185,7 @@ def _run_part(
             summary, failure = done or (RunSummary(), None)
         figures = json.dumps({**dataclasses.asdict(summary), "errors": failures.by_code})
         if summary_path is not None:
-            with open_output(summary_path) as file:
+            with _named(summary_path), open_output(summary_path) as file:
                 write_line(file, figures)
         if arguments["as_json"]:
             click.echo(figures, err=paths.output == STANDARD)

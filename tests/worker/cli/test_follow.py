@@ -6,6 +6,7 @@ import io
 import json
 import re
 import signal
+import ssl
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,6 +56,13 @@ class Terminal(io.StringIO):
 
     def fileno(self) -> int:
         return 2
+
+
+def of_a_stranger(message: str) -> ConnectionError:
+    """What a client raises where the server's certificate is not one that it trusts."""
+    error = ConnectionError(message)
+    error.__cause__ = ssl.SSLCertVerificationError(message)
+    return error
 
 
 class ToldClient(BatchClient):
@@ -116,13 +124,18 @@ def test_a_redis_that_goes_away_is_asked_until_it_is_back(
 
 
 @pytest.mark.parametrize(
-    "story", [[ConnectionError("refused")], [job_status(JobState.IN_PROGRESS), AuthenticationError("wrong password")]]
+    "story",
+    [
+        [ConnectionError("refused")],
+        [job_status(JobState.IN_PROGRESS), AuthenticationError("wrong password")],
+        [job_status(JobState.IN_PROGRESS), of_a_stranger("wrong certificate")],
+    ],
 )
 def test_a_redis_that_never_answered_or_refuses_is_not_asked_again(
     story: list[JobStatus | Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "POLL_S", 0.0)
-    with pytest.raises(ConnectionError, match=r"refused|wrong password"):
+    with pytest.raises(ConnectionError, match=r"refused|wrong"):
         follow_job(Followed(ToldClient(story), "s0-1"))
 
 

@@ -370,16 +370,26 @@ def test_a_profile_that_does_not_fit_the_disk_costs_no_record(checkpoint: Path, 
     assert len(records_of(results.read_bytes())) == 1
 
 
-def test_a_full_disk_is_told_with_the_output_and_how_to_go_on(checkpoint: Path, tmp_path: Path) -> None:
-    requests, full = tmp_path / "in.jsonl", OSError(errno.ENOSPC, "No space left on device")
+def test_a_full_disk_is_told_with_the_file_and_how_to_go_on(checkpoint: Path, tmp_path: Path) -> None:
+    requests, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     requests.write_bytes(completion_line(max_tokens=2))
-    arguments = ["-i", str(requests), "--model", str(checkpoint)]
-    with mock.patch("worker.cli.run._run_part", side_effect=full):
-        to_file = CliRunner().invoke(run, [*arguments, "-o", str(tmp_path / "out.jsonl")])
-        to_device = CliRunner().invoke(run, [*arguments, "-o", "/dev/full"])
-    assert (to_file.exit_code, to_device.exit_code) == (1, 1)
-    assert "out.jsonl: [Errno 28] No space left on device; the same command with --resume goes on" in to_file.stderr
-    assert to_device.stderr.endswith("/dev/full: [Errno 28] No space left on device\n")
+    arguments = ["run", "-i", str(requests), "--model", str(checkpoint)]
+    summary = millrace(*arguments, "-o", str(output), "--summary", "/dev/full")
+    assert (summary.returncode, summary.stderr.count(b"millrace: /dev/full: [Errno 28] No space left on device\n")) == (
+        1,
+        1,
+    )
+    assert len(records_of(output.read_bytes())) == 1
+    device = millrace(*arguments, "-o", "/dev/full")
+    assert (device.returncode, device.stderr.count(b"millrace: /dev/full: [Errno 28] No space left on device\n")) == (
+        1,
+        1,
+    )
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with mock.patch("worker.cli.run.record_output", side_effect=full):
+        file = CliRunner().invoke(run, [*arguments[1:], "-o", str(output), "--overwrite"])
+    assert file.exit_code == 1
+    assert "out.jsonl: [Errno 28] No space left on device; the same command with --resume goes on" in file.stderr
 
 
 def test_ignored_parameters_are_counted_in_the_summary(checkpoint: Path, tmp_path: Path) -> None:
