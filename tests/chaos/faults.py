@@ -38,6 +38,8 @@ if TYPE_CHECKING:  # a worker that dies at a point imports this module, and need
 
 _JUNK = (b"not JSON", b"", b"null", b"[]", b"{}", b"\xff\xfe", b'{"body": "*", "headers": {}, "properties": {}}')
 
+_EXEC = b"*1\r\n$4\r\nEXEC\r\n"  # in the file
+
 STEPS_BEFORE_DEATH = 3
 REDIS_DOWN_S = 0.5
 
@@ -127,6 +129,14 @@ class FileHistory:
     def num_bytes(self) -> int:
         """How long the file is now: Redis writes before it answers."""
         return self._file.stat().st_size
+
+    @property
+    def num_whole_bytes(self) -> int:
+        """Likewise up to the end of a script's writes: others may see the file in the middle of them.
+
+        Of what is torn Redis makes more than it should at its second start, see AppendOnlyFile.
+        """
+        return self._file.read_bytes().rindex(_EXEC) + len(_EXEC)
 
     def run(self, stopping: threading.Event) -> None:
         """Note it until told to stop."""

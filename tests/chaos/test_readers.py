@@ -8,7 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -68,6 +68,7 @@ class Reader:
     order: Any
     take: int  # 0: all in one reading
     rng: random.Random
+    stopping: threading.Event  # once Redis is gone for good
 
     def read(self, history: History) -> None:
         cursor = "0"
@@ -91,6 +92,8 @@ class Reader:
             try:
                 record = next(results, None)
             except redis.RedisError:
+                if self.stopping.is_set():
+                    raise
                 continue  # the same reading goes on
             if record is None:
                 return True
@@ -122,6 +125,8 @@ class Reader:
             try:
                 record = await anext(results, None)
             except redis.RedisError:
+                if self.stopping.is_set():
+                    raise
                 await asyncio.sleep(0.01)
                 continue
             if record is None:
@@ -184,7 +189,7 @@ def _go_back_often(server: RestartableRedis, writer: Writer, rng: random.Random,
     num_lost, past = 0, FileHistory(server)
     for _ in range(count):
         _wait_written(writer, rng.randint(10, 60))
-        file_bytes, written = past.num_bytes, writer.num_written
+        file_bytes, written = past.num_whole_bytes, writer.num_written
         _wait_written(writer, rng.randint(5, 120))
         num_lost += writer.num_written - written
         past.cut_to(file_bytes)
@@ -199,11 +204,12 @@ def _wait_written(writer: Writer, count: int) -> None:
     )
 
 
-def _readers(url: str, job_id: str, seed: int) -> list[Reader]:
+def _readers(url: str, job_id: str, seed: int, stopping: threading.Event) -> list[Reader]:
     """Both orders; one reading, few and many."""
     kinds = [("completion", 0), ("completion", 37), ("completion", 150), ("input", 0), ("input", 60)]
     return [
-        Reader(url, job_id, order, take, random.Random(seed + number)) for number, (order, take) in enumerate(kinds)
+        Reader(url, job_id, order, take, random.Random(seed + number), stopping)
+        for number, (order, take) in enumerate(kinds)
     ]
 
 
@@ -226,7 +232,8 @@ def run_round(server: RestartableRedis, seed: int) -> list[History]:
     registry = TestRegistry.at(server.url)
     job_id = registry.running_job(*SHARDS)
     writer = Writer(registry, job_id, rng)
-    readers = _readers(server.url, job_id, 100 * seed)
+    stopping = threading.Event()
+    readers = _readers(server.url, job_id, 100 * seed, stopping)
     histories = [History(f"{where} {r.order} {r.take}") for where in ("thread", "loop") for r in readers]
     threads = [
         threading.Thread(target=_guarded, args=(partial(r.read, h), [h]))
@@ -236,14 +243,14 @@ def run_round(server: RestartableRedis, seed: int) -> list[History]:
     threads.append(threading.Thread(target=_guarded, args=(in_loop, histories[5:])))
     for thread in threads:
         thread.start()
-    with running_thread(writer.run):
+    with ExitStack() as stack:
+        stack.callback(stopping.set)
+        stack.enter_context(running_thread(writer.run))
         num_lost = _go_back_often(server, writer, rng, count=3)
-        for thread in threads:
-            thread.join(END_TIMEOUT_S)
+        wait_until(lambda: not any(thread.is_alive() for thread in threads), timeout_s=END_TIMEOUT_S)
         # Redis may have gone back once more after the readers' end: the writer's job ends again.
         records = registry.keys.records(job_id)
         wait_until(lambda: registry.redis.hlen(records) == NUM_LINES, timeout_s=END_TIMEOUT_S)
-    assert not any(thread.is_alive() for thread in threads), [history.end for history in histories]
     _check(registry, job_id, histories)
     assert num_lost > 0
     registry.redis.close()
