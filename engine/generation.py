@@ -198,7 +198,7 @@ def _key_of(request: Request) -> bytes | None:
         return None
     digest = hashlib.blake2b(array("q", request.prompt_token_ids).tobytes(), digest_size=KEY_BYTES)
     grammar_param = None if params.grammar is None else params.grammar.param  # not in repr(params), but in errors
-    digest.update(repr((request.tenant, params, grammar_param)).encode("utf-8", "surrogatepass"))
+    digest.update(repr((request.tenant, params, grammar_param, request.goes_on)).encode("utf-8", "surrogatepass"))
     digest.update(request.continuation_bytes)
     return digest.digest()
 

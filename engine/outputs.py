@@ -83,9 +83,12 @@ class OutputProcessor:
     def _text(self, state: RequestState) -> tuple[IncrementalDetokenizer, StopStrings]:
         pair = self._texts.get(state.sequence_id)
         if pair is None:
-            pair = (self._tokenizer.new_detokenizer(), StopStrings(state.request.params.stop))
+            pair = (self._new_detokenizer(state), StopStrings(state.request.params.stop))
             self._texts[state.sequence_id] = pair
         return pair
+
+    def _new_detokenizer(self, state: RequestState) -> IncrementalDetokenizer:
+        return self._tokenizer.new_detokenizer(goes_on=state.request.goes_on)
 
     def _append_text(self, state: RequestState, token_id: int) -> None:
         detokenizer, stops = self._text(state)
@@ -124,7 +127,7 @@ class OutputProcessor:
             token_ids[-1] in params.stop_token_ids or (token_ids[-1] in self._eos_token_ids and not params.ignore_eos)
         ):
             token_ids.pop()
-        detokenizer = self._tokenizer.new_detokenizer()
+        detokenizer = self._new_detokenizer(state)
         return "".join((*map(detokenizer.append, token_ids), detokenizer.flush()))
 
 

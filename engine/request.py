@@ -64,6 +64,7 @@ class Request:
     tenant: str = ""  # KV and results are shared only within a tenant, and tenants get equal shares
     resume: ResumeState | None = None  # go on from here; dropped if it is not of this request
     continuations: Sequence[Sequence[int]] = ()  # token ids, none empty, that are scored behind the prompt
+    goes_on: bool = False  # its text continues the prompt's, and may begin with a space; else it is a text of its own
 
     @property
     def num_prompt_tokens(self) -> int:

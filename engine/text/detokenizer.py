@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from engine.errors import CheckpointError
@@ -66,12 +66,15 @@ class WindowDetokenizer:
         *,
         is_byte: Callable[[int], bool],
         is_skipped: Callable[[int], bool],
+        before: Sequence[int] = (),
     ) -> None:
-        """`decode`: ids to text; `is_byte`: a byte token; `is_skipped`: a token that decodes to nothing."""
+        """`decode`: ids to text; `is_byte`: a byte token; `is_skipped`: a token that decodes to nothing; `before`: a
+        token of text in front of this one.
+        """
         self._decode = decode
         self._is_byte = is_byte
         self._is_skipped = is_skipped
-        self._context: list[int] = []  # the last token whose text was returned, if any
+        self._context = list(before)  # the last token whose text was returned, if any
         self._pending: list[int] = []  # tokens whose text was not
 
     def append(self, token_id: int) -> str:

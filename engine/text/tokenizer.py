@@ -7,7 +7,7 @@ import re
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any, Self
 
@@ -153,16 +153,30 @@ class Tokenizer:
             found = self._bytes[token_id] = b"" if token is None else self._decoder.token_bytes(token)
         return found
 
-    def new_detokenizer(self) -> IncrementalDetokenizer:
-        """Decoding of one sequence as its tokens come, without the special ones."""
+    def new_detokenizer(self, *, goes_on: bool = False) -> IncrementalDetokenizer:
+        """Decoding of one sequence as its tokens come, without the special ones.
+
+        `goes_on`: text stands in front of it, so that a space that it begins with is kept: SentencePiece's decoders
+        strip one at the start of a text.
+        """
         skipped = self.special_token_ids
         if self._decoder.byte_level:
             return ByteLevelDetokenizer(lambda token_id: b"" if token_id in skipped else self.token_bytes(token_id))
         return WindowDetokenizer(
             self.decode,
             is_byte=self._is_byte,
-            is_skipped=lambda token_id: token_id in skipped or self._tokenizer.id_to_token(token_id) is None,
+            is_skipped=self._is_skipped,
+            before=self._token_with_text if goes_on else (),
         )
+
+    @cached_property
+    def _token_with_text(self) -> tuple[int, ...]:
+        """Any one that is a character or more wherever it stands; none if there is none."""
+        ids = (i for i in range(self.vocab_size) if not (self._is_skipped(i) or self._is_byte(i)))
+        return tuple(islice((i for i in ids if self.decode([i]).strip()), 1))
+
+    def _is_skipped(self, token_id: int) -> bool:
+        return token_id in self.special_token_ids or self._tokenizer.id_to_token(token_id) is None
 
     def _is_byte(self, token_id: int) -> bool:
         token = self._tokenizer.id_to_token(token_id)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from engine.request import FinishReason, Request, RequestOutput
 from engine.sampling_params import SamplingParams
 from settings import load_settings
 from tests.support.engines import greedy_request, load_decoder_engine, load_engine, run_all, tokens_of
+from tests.support.tiny_tokenizer import PIECES, build_sentencepiece_tokenizer
 
 PROMPT = tuple(range(30))
 
@@ -114,6 +117,21 @@ def test_a_stop_string_across_tokens_ends_and_is_not_in_the_text(engine: Engine)
 def test_the_text_is_the_decoded_tokens(engine: Engine) -> None:
     (completion,) = _one(engine, temperature=0.7, seed=1).completions
     assert completion.text == engine.tokenizer.decode(list(completion.token_ids))
+
+
+def test_a_text_that_goes_on_keeps_the_space_it_begins_with(moe_checkpoint: Path, tmp_path: Path) -> None:
+    copytree(moe_checkpoint, tmp_path, dirs_exist_ok=True)
+    build_sentencepiece_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    engine = load_engine(tmp_path)
+    options: dict[str, Any] = {"temperature": 0.0, "max_tokens": 3, "logit_bias": {1 + PIECES.index("▁the"): 100.0}}
+    requests = [_request(str(stop), stop=stop, **options) for stop in ((), (" the",))]
+    going_on = [replace(request, request_id=f"{request.request_id} goes on", goes_on=True) for request in requests]
+
+    found = run_all(engine, [*requests, *going_on])
+
+    texts = [found[request.request_id].completions[0].text for request in (*requests, *going_on)]
+    assert texts == ["the the the", "the", " the the the", ""]
 
 
 def test_a_bias_forces_and_forbids(engine: Engine) -> None:

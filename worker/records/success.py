@@ -188,7 +188,7 @@ def text_logprobs(completion: Completion, tokenizer: Tokenizer, echo: EchoedProm
     entries = [*before.entries, *chosen]
     own_ids = [token.token_id for token in chosen]
     tokens = [tokenizer.token_text(token_id) for token_id in (*before.token_ids, *own_ids)]
-    own_offsets = token_offsets(completion.text, own_ids, tokenizer)
+    own_offsets = token_offsets(completion.text, own_ids, tokenizer, goes_on=True)
     return {
         "tokens": tokens,
         "token_logprobs": [None if entry is None else _finite(entry.logprob) for entry in entries],
@@ -197,11 +197,13 @@ def text_logprobs(completion: Completion, tokenizer: Tokenizer, echo: EchoedProm
     }
 
 
-def token_offsets(text: str, token_ids: Sequence[int], tokenizer: Tokenizer) -> Iterator[int]:
+def token_offsets(text: str, token_ids: Sequence[int], tokenizer: Tokenizer, *, goes_on: bool = False) -> Iterator[int]:
     """Where each token begins in the text as the tokens spell it, which is the line's own text unless the tokenizer
     normalises it. Tokens of one character begin together; special tokens take room only where the text has them.
+
+    `goes_on`: text stands in front of it, see Tokenizer.new_detokenizer.
     """
-    detokenizer = tokenizer.new_detokenizer()
+    detokenizer = tokenizer.new_detokenizer(goes_on=goes_on)
     end = 0
     for token_id in token_ids:
         yield min(end, len(text))

@@ -145,7 +145,10 @@ class RequestBuilder:
             max_tokens = min(DEFAULT_MAX_TOKENS, self._max_model_len - len(token_ids))
         params = _sampling_params(body, max_tokens, self._grammar(body))
         continuations = self._choices(body, len(token_ids)) if body.choice_logprobs else ()
-        return Request(request_id, list(token_ids), params, priority, tenant, continuations=continuations)
+        goes_on = isinstance(body, CompletionBody)
+        return Request(
+            request_id, list(token_ids), params, priority, tenant, continuations=continuations, goes_on=goes_on
+        )
 
     def _choices(self, body: GeneratingBody, num_prompt_tokens: int) -> Sequence[Sequence[int]]:
         """The tokens of each choice that is scored. Raises InvalidRequest where no answer can begin with one."""

@@ -35,8 +35,8 @@ LETTERS = st.text(alphabet="ab", max_size=30)
 STOPS = st.lists(st.text(alphabet="ab", min_size=1, max_size=5), max_size=4).map(tuple)
 
 
-def pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    detokenizer = tokenizer.new_detokenizer()
+def pieces(tokenizer: Tokenizer, ids: Sequence[int], *, goes_on: bool = False) -> list[str]:
+    detokenizer = tokenizer.new_detokenizer(goes_on=goes_on)
     return [*(detokenizer.append(token_id) for token_id in ids), detokenizer.flush()]
 
 
@@ -46,6 +46,14 @@ def test_the_pieces_joined_equal_decoding_at_once(kind: str, ids: list[int]) -> 
     # Ids up to 330: all bytes and pieces, the special tokens and some that the tokenizer does not know.
     tokenizer = TOKENIZERS[kind]
     assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+@settings(max_examples=400)
+@given(KINDS, st.lists(st.integers(0, 330), max_size=40), st.sampled_from(["a", "a b", "b."]))
+def test_a_text_that_goes_on_is_what_it_adds_to_what_stands_in_front(kind: str, ids: list[int], front: str) -> None:
+    tokenizer = TOKENIZERS[kind]
+    whole = tokenizer.decode([*tokenizer.encode(front), *ids])
+    assert whole == front + "".join(pieces(tokenizer, ids, goes_on=True))
 
 
 @settings(max_examples=200)

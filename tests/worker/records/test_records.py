@@ -17,6 +17,7 @@ from engine.request import Completion, FinishReason, RequestOutput, TokenLogprob
 from engine.text.tokenizer import Tokenizer
 from tests.support.fake_engine import completion, request_output
 from tests.support.request_lines import chat_line, completion_line, error_of, parse, raw_line
+from tests.support.tiny_tokenizer import PIECES, build_sentencepiece_tokenizer
 from worker.lines.bodies import EmbeddingBody
 from worker.lines.chat import ChatBody
 from worker.records.answers import ChatAnswer
@@ -52,7 +53,7 @@ class Spelling:
 
     special_token_ids = frozenset[int]()
 
-    def new_detokenizer(self) -> Spelled:
+    def new_detokenizer(self, *, goes_on: bool = False) -> Spelled:
         return Spelled()
 
     def token_text(self, token_id: int) -> str:
@@ -185,6 +186,15 @@ def test_offsets_are_places_in_the_text_for_parts_of_a_character_too() -> None:
     echo = EchoedPrompt("xy", [23, 24], [0, 1], [None, TokenLogprobs(24, -1.0, ())])
     found = text_logprobs(completion("日ab", logprobs=tokens), SPELLING, echo)
     assert found["text_offset"] == [0, 1, 2, 2, 2, 3, 4]
+
+
+def test_a_completion_that_begins_with_a_space_has_it_in_its_offsets() -> None:
+    tokenizer = Tokenizer(build_sentencepiece_tokenizer(), None)
+    the, a = (1 + PIECES.index(piece) for piece in ("▁the", "▁a"))
+    said = completion(" the a", logprobs=[TokenLogprobs(token_id, -1.0, ()) for token_id in (the, a)])
+
+    found = text_logprobs(said, tokenizer)
+    assert (found["tokens"], found["text_offset"]) == ([" the", " a"], [0, 4])
 
 
 def test_of_two_tokens_with_the_same_text_the_likelier_keeps_the_key() -> None:

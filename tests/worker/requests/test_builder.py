@@ -123,6 +123,11 @@ def test_a_scored_choice_has_no_space_that_a_tokenizer_would_put_before_it(metas
     assert written == [b"ab", b" ab"]
 
 
+def test_only_the_text_of_a_text_completion_goes_on(builder: RequestBuilder) -> None:
+    assert build(builder, parse(completion_line()), "r").goes_on
+    assert not build(builder, parse(chat_line()), "r").goes_on
+
+
 OFF: dict[str, object] = {"chat_template_kwargs": {"enable_thinking": False}}
 
 
