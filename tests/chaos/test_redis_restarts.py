@@ -132,7 +132,7 @@ def test_lost_connections_and_forgotten_scripts_change_no_record(
         assert fleet.num_restarts == 0
 
 
-PATIENT = {"worker.lease_s": "2", "worker.renew_interval_s": "0.5"}  # its holder counts as gone a second later
+PATIENT = {"worker.lease_s": "2", "worker.renew_interval_s": "1"}  # its holder counts as gone two seconds later
 
 
 def _fail(how: str, bare: redis.Redis, history: FileHistory) -> None:

@@ -145,7 +145,7 @@ def test_a_killed_worker_costs_the_tokens_since_the_last_resume_states(
 ) -> None:
     job_id, before = _end_first_worker(client, start, short_load, 0.5, signal.SIGKILL)
     recomputed = before + _finish(client, bare, start, short_load, job_id) - short_load.total
-    assert 0 <= recomputed < 0.1 * short_load.total
+    assert 0 <= recomputed <= 0.1 * short_load.total  # those of step 48 may not be kept yet: then it is a tenth
 
 
 @pytest.mark.chaos

@@ -147,7 +147,7 @@ class WarmProcess:
 
 @contextmanager
 def running_thread(run: Callable[[threading.Event], None]) -> Iterator[SupervisedThread]:
-    """Run `run` until the end of the block; it must end within five seconds then, and never raise."""
+    """Run `run` until the end of the block; it must end within half a minute then, and never raise."""
     failures: list[BaseException] = []
     from worker.runtime.supervision import SupervisedThread
 
@@ -156,7 +156,7 @@ def running_thread(run: Callable[[threading.Event], None]) -> Iterator[Supervise
     try:
         yield thread
     finally:
-        assert thread.stop(5)
+        assert thread.stop(30)
         assert failures == []
 
 

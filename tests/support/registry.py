@@ -164,13 +164,15 @@ class TestRegistry:
 
 @contextmanager
 def forgotten(registry: TestRegistry) -> Iterator[None]:
-    """Redis forgets what is written in the block."""
+    """Redis forgets what is written in the block, all at once: others may be reading."""
     before = {key: registry.redis.dump(key) for key in registry.redis.keys("*")}
     yield
-    registry.redis.flushdb()
-    for key, value in before.items():
-        assert value is not None
-        registry.redis.restore(key, 0, value)
+    with registry.redis.pipeline() as forget:
+        forget.flushdb()
+        for key, value in before.items():
+            assert value is not None
+            forget.restore(key, 0, value)
+        forget.execute()
 
 
 def redis_time_s(client: redis.Redis) -> float:

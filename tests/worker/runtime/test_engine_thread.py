@@ -20,7 +20,7 @@ from worker.runtime.counts import EngineMeter
 from worker.runtime.engine_thread import EngineThread
 from worker.runtime.window import AdmissionWindow
 
-WAIT_S = 5
+WAIT_S = 30
 
 
 @contextmanager

@@ -140,7 +140,7 @@ def test_a_unit_that_ended_while_its_lease_was_renewed_is_done(
 
     def put_and_answer_late(*arguments: Any, **options: Any) -> object:
         answer = put(*arguments, **options)  # the unit's last record: from here on it has no lease
-        assert is_concluded.wait(5)
+        assert is_concluded.wait(20)
         return answer
 
     def conclude(held: HeldUnit, *arguments: Any, **options: Any) -> bool:
@@ -171,7 +171,7 @@ def test_a_lease_its_owner_ended_during_renewal_is_not_lost(
 
     def end_and_answer_late(*arguments: Any, **options: Any) -> object:
         answer = end(*arguments, **options)
-        assert is_refused.wait(5)  # until a renewal has found no lease
+        assert is_refused.wait(20)  # until a renewal has found no lease
         return answer
 
     def note_stop(held: HeldUnit, reason: StopReason) -> None:

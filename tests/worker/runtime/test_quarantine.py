@@ -51,11 +51,11 @@ def test_a_suspect_waits_for_company_sends_it_away_and_lets_nobody_in() -> None:
     gate = visitors.gate
     assert gate.enter(0)
     suspect = visitors.ask(gate.enter_alone)
-    assert visitors.sent_away.wait(5)
+    assert visitors.sent_away.wait(20)
     assert not gate.enter(0.05)
     assert visitors.answers == []
     gate.leave()
-    suspect.join(5)
+    suspect.join(20)
     assert visitors.answers == [True]
     assert not gate.enter(0.05)
     gate.leave_alone()
@@ -66,11 +66,11 @@ def test_a_suspect_waits_until_the_engine_has_let_go_of_what_was_sent_away() -> 
     visitors = Visitors()
     visitors.engine_is_empty = False  # in a step for a unit that is gone
     suspect = visitors.ask(visitors.gate.enter_alone)
-    assert visitors.sent_away.wait(5)  # its patience is over, and it waits on
+    assert visitors.sent_away.wait(20)  # its patience is over, and it waits on
     wait_until(lambda: is_waiting(suspect))
     assert visitors.answers == []
     visitors.engine_is_empty = True
-    suspect.join(5)
+    suspect.join(20)
     assert visitors.answers == [True]
 
 
@@ -82,7 +82,7 @@ def test_company_that_ends_by_itself_in_time_is_not_sent_away(monkeypatch: pytes
     wait_until(lambda: is_waiting(suspect))
     assert not visitors.gate.enter(0)
     visitors.gate.leave()
-    suspect.join(5)
+    suspect.join(20)
     assert visitors.answers == [True]
     assert not visitors.sent_away.is_set()
 
@@ -97,11 +97,11 @@ def test_a_waiting_suspect_goes_before_ordinary_units() -> None:
     ordinary = visitors.ask(gate.enter)
     wait_until(lambda: is_waiting(ordinary))
     gate.leave_alone()
-    second.join(5)
+    second.join(20)
     assert visitors.answers == [True]
     assert ordinary.is_alive()
     gate.leave_alone()
-    ordinary.join(5)
+    ordinary.join(20)
     assert visitors.answers == [True, True]
 
 
@@ -115,7 +115,7 @@ def test_one_suspect_waits_at_a_time_and_not_for_ever() -> None:
     wait_until(lambda: is_waiting(waiting))
     assert not gate.enter_alone(600)  # at once: that is longer than a test may take
     gate.leave_alone()
-    waiting.join(5)
+    waiting.join(20)
     assert visitors.answers == [True]
     gate.leave_alone()
     assert gate.enter(0)
@@ -129,7 +129,7 @@ def test_two_suspects_at_the_same_moment_run_one_after_the_other() -> None:
     wait_until(lambda: visitors.answers == [False])
     gate.leave()
     for thread in both:
-        thread.join(5)
+        thread.join(20)
     assert sorted(visitors.answers) == [False, True]
 
 
@@ -142,7 +142,7 @@ def test_closing_ends_every_wait() -> None:
     threads.append(visitors.ask(gate.enter))
     gate.close()
     for thread in threads:
-        thread.join(2)
+        thread.join(20)
     assert visitors.answers == [False, False]
     gate.leave()
     assert not gate.enter(0)
@@ -213,9 +213,9 @@ def test_a_suspect_sends_long_runners_back_and_runs_alone(worker: Worker, regist
     long, suspect = _job(worker, 2, suspects=(1,))
     running = worker.message(long, lasts_s=30)
     wait_until(lambda: "0" in worker.company)
-    assert worker.message(suspect, lasts_s=0.05).result(5) is MessageEnd.DONE
-    assert running.result(5) is MessageEnd.REQUEUE
-    assert worker.message(long).result(5) is MessageEnd.DONE  # the suspect's thread may have gone on with it
+    assert worker.message(suspect, lasts_s=0.05).result(20) is MessageEnd.DONE
+    assert running.result(20) is MessageEnd.REQUEUE
+    assert worker.message(long).result(20) is MessageEnd.DONE  # the suspect's thread may have gone on with it
     assert worker.company == {"0": set(), "1": set()}
     assert worker.attempts == {"0": [0, 0], "1": [1]}
     assert registry.status(long.job_id).status is JobState.COMPLETED
@@ -235,10 +235,10 @@ def test_nothing_is_claimed_beside_a_suspect_but_a_new_jobs_plan(worker: Worker,
     ordinary, suspect = _job(worker, 2, suspects=(1,))
     running = worker.message(suspect, lasts_s=30)
     wait_until(lambda: "1" in worker.company)
-    assert worker.message(ordinary).result(5) is MessageEnd.REQUEUE
+    assert worker.message(ordinary).result(20) is MessageEnd.REQUEUE
     assert registry.redis.hget(registry.keys.unit(ordinary), "fence") == b"0"
     plan = UnitRef.plan(registry.submit([b"x"]))
-    assert worker.message(plan).result(5) is MessageEnd.DONE
+    assert worker.message(plan).result(20) is MessageEnd.DONE
     assert not running.done()
 
 
@@ -248,8 +248,8 @@ def test_a_suspected_plan_runs_alone(worker: Worker, registry: TestRegistry) -> 
     worker.units.leases.release(must_claim(worker.units.leases, plan), count_attempt=True)
     running = worker.message(long, lasts_s=30)
     wait_until(lambda: "0" in worker.company)
-    assert worker.message(plan).result(5) is MessageEnd.DONE
-    assert running.result(5) is MessageEnd.REQUEUE
+    assert worker.message(plan).result(20) is MessageEnd.DONE
+    assert running.result(20) is MessageEnd.REQUEUE
     assert worker.company["plan"] == set()
 
 
@@ -260,7 +260,7 @@ def test_draining_ends_a_suspects_wait(worker: Worker) -> None:
     waiting = worker.message(second)
     wait_until(lambda: worker.runner._quarantine._is_wanted)
     worker.runner.drain()
-    assert waiting.result(2) is MessageEnd.REQUEUE
+    assert waiting.result(20) is MessageEnd.REQUEUE
 
 
 def test_a_guilty_shards_message_is_done_once_it_is_split(worker: Worker, registry: TestRegistry) -> None:
@@ -269,6 +269,6 @@ def test_a_guilty_shards_message_is_done_once_it_is_split(worker: Worker, regist
     claim = must_claim(worker.units.leases, shard, alone=True)
     worker.units.leases.begin_alone(claim)
     worker.units.leases.release(claim, count_attempt=True)
-    assert worker.message(shard).result(5) is MessageEnd.DONE
+    assert worker.message(shard).result(20) is MessageEnd.DONE
     assert worker.company == {}
     assert registry.status(job_id).shards_total == 3

@@ -72,7 +72,7 @@ def test_the_newest_resume_state_of_each_prompt_is_written_in_one_call(
     for index, text in [(0, "a"), (1, "b"), (0, "c")]:
         assert writer.offer(held, PromptResumeState(index, text))
     with running_thread(writer.run):
-        assert held.wait_flushed(until=StopReason.FENCED, timeout_s=5)
+        assert held.wait_flushed(until=StopReason.FENCED, timeout_s=20)
     assert calls == [[(0, "c"), (1, "b")]]
     assert _kept_bytes(leases, held, 2) == [b"c", b"b"]
 
@@ -88,7 +88,7 @@ def test_a_record_wins_over_a_resume_state_of_its_prompt(registry: TestRegistry,
     if not is_record_first:
         assert writer.put(held, [ok(0)])
     with running_thread(writer.run):
-        assert held.wait_flushed(until=StopReason.FENCED, timeout_s=5)
+        assert held.wait_flushed(until=StopReason.FENCED, timeout_s=20)
     assert _kept_bytes(leases, held, 2) == [None, None]
     assert held.stop_reason is None
 
@@ -99,7 +99,7 @@ def test_a_tenth_of_the_queue_drops_a_resume_state_and_holds_nobody_up(registry:
     kept = [writer.offer(held, PromptResumeState(0, str(number))) for number in range(12)]
     assert kept == [True] * 10 + [False] * 2
     with running_thread(writer.run):
-        assert held.wait_flushed(until=StopReason.FENCED, timeout_s=5)
+        assert held.wait_flushed(until=StopReason.FENCED, timeout_s=20)
     assert _kept_bytes(leases, held, 1) == [b"9"]
 
 
@@ -115,7 +115,7 @@ def test_a_resume_state_that_redis_does_not_take_is_dropped(
     monkeypatch.setattr(leases, "put_resume_states", failing)
     writer.offer(held, PromptResumeState(0, "a"))
     with running_thread(writer.run):
-        assert held.wait_flushed(until=StopReason.FENCED, timeout_s=5)
+        assert held.wait_flushed(until=StopReason.FENCED, timeout_s=20)
         writer.put(held, [ok(0)])
         wait_until(lambda: held.is_written)
 
@@ -135,7 +135,7 @@ def test_a_resume_state_behind_the_last_records_does_not_look_like_a_loss(regist
     writer.offer(held, PromptResumeState(0, "a"))
     writer.put(held, [ok(0)])
     with running_thread(writer.run):
-        assert held.wait_flushed(until=StopReason.FENCED, timeout_s=5)
+        assert held.wait_flushed(until=StopReason.FENCED, timeout_s=20)
     assert held.is_written
     assert held.stop_reason is None
 
@@ -165,9 +165,9 @@ def _stop_in_the_middle(units: Units, held: HeldUnit, tokens: int, reason: StopR
     assert isinstance(engine, WritingEngine)
     wait_until(lambda: engine.num_generated == tokens * len(PROMPTS))
     held.stop(reason)
-    thread.join(5)
+    thread.join(20)
     assert not thread.is_alive()
-    assert held.wait_flushed(until=StopReason.FENCED, timeout_s=5)
+    assert held.wait_flushed(until=StopReason.FENCED, timeout_s=20)
 
 
 def _finish(registry: TestRegistry, ref: UnitRef) -> WritingEngine:
@@ -188,14 +188,15 @@ def test_due_resume_states_are_kept_until_the_shard_ends(registry: TestRegistry)
         thread.start()
         wait_until(lambda: _kept_tokens(units, held) == [8, 8, 8])
         held.stop(StopReason.ENGINE_FAILED)
-        thread.join(5)
+        thread.join(20)
         units.leases.release(held.claim, count_attempt=False)
     engine = _finish(registry, held.claim.ref)
     assert engine.resumed == [8, 8, 8]
     assert engine.num_generated == (ANSWER_TOKENS - 8) * len(PROMPTS)
 
 
-def test_a_shard_that_is_given_back_keeps_every_token(registry: TestRegistry) -> None:
+def test_a_shard_that_is_given_back_keeps_every_token(registry: TestRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.runtime.shard.SUSPEND_TIMEOUT_S", 60.0)
     with running_units(registry, WritingEngine(step_s=0.001, stop_after=7)) as units:
         held = _hold_job(units)
         _stop_in_the_middle(units, held, 7, StopReason.RELEASED)
@@ -236,7 +237,7 @@ def test_a_step_that_does_not_end_is_not_waited_for(registry: TestRegistry, monk
         thread.start()
         wait_until(lambda: engine.most_open == len(PROMPTS))
         held.stop(StopReason.RELEASED)
-        thread.join(5)
+        thread.join(20)
         assert not thread.is_alive()
         assert _kept_tokens(units, held) == [0, 0, 0]
         engine.goes_on.set()
@@ -258,6 +259,7 @@ def test_a_resume_state_that_is_too_large_is_not_written(
     registry: TestRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("worker.runtime.shard.MAX_RESUME_STATE_BYTES", 72)  # 4 tokens fit, 8 do not
+    monkeypatch.setattr("worker.runtime.shard.SUSPEND_TIMEOUT_S", 60.0)
     with running_units(registry, WritingEngine(step_s=0.001, stop_after=9)) as units:
         held = _hold_job(units)
         _stop_in_the_middle(units, held, 9, StopReason.RELEASED)

@@ -105,7 +105,7 @@ def test_a_shard_whose_job_ends_keeps_results_and_closes_the_rest(registry: Test
         if reason is StopReason.CANCELLED:
             registry.control.cancel(held.claim.ref.job_id)
         held.stop(reason)
-        thread.join(5)
+        thread.join(20)
         records = _records(units, held)
         wait_until(lambda: units.engine_thread.is_idle)
         assert units.engine.num_aborted > 0
@@ -135,7 +135,7 @@ def test_cancelling_frees_the_engine_within_a_step(registry: TestRegistry) -> No
         engine.goes_on.set()
         wait_until(lambda: engine.num_aborted == 2)
         assert steps_at_abort == [1, 1]
-        thread.join(5)
+        thread.join(20)
 
 
 @pytest.mark.parametrize("reason", [StopReason.RELEASED, StopReason.ENGINE_FAILED, StopReason.FENCED])
@@ -145,10 +145,10 @@ def test_a_shard_that_is_given_up_writes_nothing_more(registry: TestRegistry, re
         thread = _start(units, held)
         wait_until(lambda: units.engine_thread.num_steps > 0)
         held.stop(reason)
-        thread.join(5)
+        thread.join(20)
         assert not thread.is_alive()
         wait_until(lambda: units.engine_thread.is_idle)
-        assert held.wait_flushed(until=StopReason.FENCED, timeout_s=5)
+        assert held.wait_flushed(until=StopReason.FENCED, timeout_s=20)
     assert _records(units, held) == {}
 
 
@@ -192,7 +192,7 @@ def test_what_had_finished_when_a_shard_is_given_back_is_written(
 
         monkeypatch.setattr(units.writer, "put", put_late)
         units.shard_run(held).run()
-        assert held.wait_flushed(until=StopReason.FENCED, timeout_s=5)
+        assert held.wait_flushed(until=StopReason.FENCED, timeout_s=20)
         assert sorted(_records(units, held)) == [0, 1, 2, 3]
 
 
@@ -218,7 +218,7 @@ def test_no_more_lines_are_read_than_the_engine_will_soon_take(
         units.engine_thread.abort(engine.open_request_ids)
         wait_until(lambda: read == [READ_AHEAD, MAX_READ_AHEAD])  # the lines are short
         held.stop(StopReason.FENCED)
-        thread.join(5)
+        thread.join(20)
 
 
 def test_prompts_of_two_shards_go_into_the_engine_side_by_side(

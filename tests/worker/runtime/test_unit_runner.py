@@ -333,18 +333,21 @@ def test_a_full_worker_gives_shards_back_unclaimed_and_still_plans(
         runner = units.runner(max_shards=1)
         busy = threading.Thread(target=runner.run, args=(UnitRef.shard(job_id, 0), "m", work))
         busy.start()
-        assert running.wait(5)
+        assert running.wait(20)
         assert runner.run(UnitRef.shard(job_id, 1), "n", _no_work) is MessageEnd.REQUEUE
         assert registry.redis.hget(registry.keys.unit(UnitRef.shard(job_id, 1)), "st") == b"queued"
         planned: list[HeldUnit] = []
         assert runner.run(UnitRef.plan(queued), "p", planned.append) is MessageEnd.DONE
         assert len(planned) == 1
         finish.set()
-        busy.join(5)
+        busy.join(20)
         assert runner.run(UnitRef.shard(job_id, 1), "n", lambda held: held.set_written()) is MessageEnd.DONE
 
 
-def test_a_unit_goes_back_only_after_what_finished_is_written(registry: TestRegistry) -> None:
+def test_a_unit_goes_back_only_after_what_finished_is_written(
+    registry: TestRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.runtime.unit_runner.FLUSH_TIMEOUT_S", 60.0)
     shard = UnitRef.shard(registry.running_job([0, 1]), 0)
     with running_units(registry) as units:
 
@@ -359,7 +362,7 @@ def test_a_unit_goes_back_only_after_what_finished_is_written(registry: TestRegi
         assert registry.redis.hget(registry.keys.unit(shard), "st") == b"running"
         [held] = units.held_units.all()
         held.add_unwritten(-1)
-        runner.join(5)
+        runner.join(20)
         assert registry.redis.hget(registry.keys.unit(shard), "st") == b"queued"
 
 

@@ -183,10 +183,14 @@ def test_copies_of_a_live_shards_message_do_not_run_it_again(
     _check_nothing_is_left(registry)
 
 
+# The reaper does not look within a test: on a slow machine it may announce a shard that is about to be claimed.
+UNLOOKED_AT = {"worker__lease_s": "30", "worker__reap_interval_s": "600"}
+
+
 def test_sigterm_gives_back_what_the_drain_does_not_finish(
     client: BatchClient, workers: WorkerProcesses, registry: TestRegistry
 ) -> None:
-    worker = workers.start(engine=ENDLESS, worker__drain_timeout_s="0.3", worker__lease_s="30")
+    worker = workers.start(engine=ENDLESS, worker__drain_timeout_s="0.3", **UNLOOKED_AT)
     workers.wait_up(client)
     job_id = client.submit(_prompts(10))
     shard = registry.keys.unit(UnitRef.shard(job_id, 0))
@@ -203,10 +207,7 @@ def test_sigterm_gives_back_what_the_drain_does_not_finish(
 def test_sigquit_gives_everything_back_at_once(
     client: BatchClient, workers: WorkerProcesses, registry: TestRegistry
 ) -> None:
-    # No look of the reaper within the test: on a slow machine it may announce a shard that is about to be claimed.
-    worker = workers.start(
-        engine=ENDLESS, worker__drain_timeout_s="60", worker__lease_s="30", worker__reap_interval_s="600"
-    )
+    worker = workers.start(engine=ENDLESS, worker__drain_timeout_s="60", **UNLOOKED_AT)
     workers.wait_up(client)
     job_id = client.submit(_prompts(30))
     shards = [registry.keys.unit(UnitRef.shard(job_id, number)) for number in range(3)]
@@ -247,15 +248,15 @@ def test_a_prompt_that_kills_its_worker_is_lost_after_max_attempts(
 def test_a_worker_that_hangs_loses_its_lease_to_another(
     client: BatchClient, workers: WorkerProcesses, registry: TestRegistry
 ) -> None:
-    def start() -> None:
-        workers.start(worker__max_attempts="1", worker__drain_timeout_s="0", worker__hang_timeout_s="1")
+    def start(hang_timeout_s: str) -> None:
+        workers.start(worker__max_attempts="1", worker__drain_timeout_s="0", worker__hang_timeout_s=hang_timeout_s)
 
-    start()
+    start("1")
     workers.wait_up(client)
     job_id = client.submit([{"prompt": HANG}])
     shard = registry.keys.unit(UnitRef.shard(job_id, 0))
     wait_until(lambda: registry.redis.hget(shard, "st") == b"running")
-    start()
+    start("5")
     wait_until(lambda: registry.redis.hget(shard, "alone") == b"1")  # the second worker hangs by itself
     workers.start(worker__max_attempts="1")
     job = client.wait(job_id, WAIT_S)  # by the third, whose claim finds no attempt left

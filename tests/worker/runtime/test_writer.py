@@ -53,7 +53,7 @@ def test_records_that_came_together_are_still_written_in_bounded_batches(
     writer = _writer(leases, 10)
     writer.put(held, (ok(index) for index in range(25)))
     with running_thread(writer.run):
-        assert held.wait_flushed(until=StopReason.FENCED, timeout_s=5)
+        assert held.wait_flushed(until=StopReason.FENCED, timeout_s=20)
     assert sizes == [10, 10, 5]
     assert held.is_written
 
@@ -67,8 +67,8 @@ def test_a_queue_is_full_of_records_however_they_came(registry: TestRegistry) ->
     blocked.start()
     wait_until(lambda: is_waiting(blocked))
     with running_thread(writer.run):
-        blocked.join(5)
-        assert held.wait_flushed(until=StopReason.FENCED, timeout_s=5)
+        blocked.join(20)
+        assert held.wait_flushed(until=StopReason.FENCED, timeout_s=20)
     assert held.is_written
 
 
@@ -86,8 +86,8 @@ def test_a_queue_is_full_of_bytes_too_but_takes_a_record_of_any_size(
     wait_until(lambda: is_waiting(blocked))
     assert not writer.offer(held, PromptResumeState(2, "{}"))
     with running_thread(writer.run):
-        blocked.join(5)
-        assert held.wait_flushed(until=StopReason.FENCED, timeout_s=5)
+        blocked.join(20)
+        assert held.wait_flushed(until=StopReason.FENCED, timeout_s=20)
     assert held.is_written
 
 
@@ -106,7 +106,7 @@ def test_no_more_records_are_made_than_the_queue_takes(registry: TestRegistry) -
     wait_until(lambda: is_waiting(blocked))
     assert 10 <= len(made) <= 12  # one waits, the next did not fit beside it
     with running_thread(writer.run):
-        blocked.join(5)
+        blocked.join(20)
         wait_until(lambda: held.is_written)
 
 
@@ -117,7 +117,7 @@ def test_what_is_queued_is_written_before_the_writer_stops(registry: TestRegistr
     for index in range(20):
         writer.put(held, [ok(index)])
     with running_thread(writer.run) as thread:
-        assert thread.stop(5)
+        assert thread.stop(30)
     assert held.is_written
 
 
@@ -150,7 +150,7 @@ def test_a_full_queue_holds_the_shard_back_until_it_has_to_stop(registry: TestRe
     blocked.start()
     wait_until(lambda: is_waiting(blocked))
     held.stop(StopReason.RELEASED)
-    blocked.join(5)
+    blocked.join(20)
     assert not blocked.is_alive()
 
 

@@ -289,7 +289,7 @@ def test_a_server_killed_in_mid_upload_leaves_only_what_ends_by_itself(
 
 def test_a_client_that_goes_away_or_stops_leaves_nothing(redis_url: str, registry: TestRegistry) -> None:
     limits = LimitSettings(max_prompt_bytes=1024)
-    with serving(redis_url, limits=limits, read_timeout_s=0.5) as server:
+    with serving(redis_url, limits=limits, read_timeout_s=3) as server:
         port = int(server.url.rpartition(":")[2])
         head = f"POST /v1/files HTTP/1.1\r\nHost: localhost:{port}\r\nContent-Length: 9000000\r\n"
         head += f"Content-Type: multipart/form-data; boundary={BOUNDARY}\r\n\r\n"
@@ -343,6 +343,7 @@ def test_an_upload_that_takes_too_long_or_has_no_room_ends_early(redis_url: str,
         assert answer.startswith(b"HTTP/1.1 408 ")
         assert b"serve.upload_timeout_s" in answer
         assert _keys_of(registry) == set()
+    with serving(redis_url, max_tenant_files=1) as server:
         server.upload_id(DATA)
         with _open_upload(server) as upload:
             assert _answer(upload).startswith(b"HTTP/1.1 429 ")
@@ -356,7 +357,7 @@ def test_a_file_beyond_the_tenants_bytes_is_refused_as_it_comes(redis_url: str) 
 
 
 def test_a_download_that_nobody_reads_is_given_up(redis_url: str) -> None:
-    with serving(redis_url, max_downloads=1, read_timeout_s=2) as server:
+    with serving(redis_url, max_downloads=1, read_timeout_s=5) as server:
         data = chat_lines("a" * 3_850) * 5_000
         url = f"/v1/files/{server.upload_id(data)}/content"
         with socket.socket() as download:

@@ -180,8 +180,8 @@ def test_the_job_is_announced_and_keeps_the_files_lines(server: HttpServer, regi
 def test_health_says_whether_redis_answers(
     server: HttpServer, registry: TestRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("worker.serve.app.REDIS_TIMEOUT_S", 0.5)
     assert server.http.get("/healthz").json() == {"status": "ok", "reasons": []}
+    monkeypatch.setattr("worker.serve.app.REDIS_TIMEOUT_S", 0.5)
     registry.redis.execute_command("CLIENT", "PAUSE", "5000")  # type: ignore[no-untyped-call]  # redis has no type here
     try:
         assert server.http.get("/healthz").status_code == 503
