@@ -11,7 +11,8 @@
 #   make test-browser  dashboard, Flower and the page of `millrace serve` in Chromium while a worker runs; needs chromium,
 #                      prometheus, node and npm
 #   make test-compose  compose.yaml with real containers; needs Docker; some 10 minutes, most of them the build
-#   make test-triton36 what the kernels compile to under triton 3.6.0, PyTorch 2.11's: 190 MB, then 4 minutes of a core
+#   make test-aot      what every launch of the GPU kernels compiles to, under the installed triton and under 3.6.0, PyTorch
+#                      2.11's (190 MB): half an hour of a core, a minute where Triton's cache has it
 #   make test-storage  the tests of object storage against a second S3 server, seaweedfs, Google's, and 5 GB of output; some minutes
 #   make sanitize      the tests of the native kernels with sanitizers of addresses and of undefined behaviour
 #   make pages         writes the pages that are made from the code: settings, metrics, commands
@@ -25,7 +26,7 @@ IN_PARALLEL := --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 # Waiting threads sleep: spinning ones would take the other process's core.
 ONE_THREAD := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 
-.PHONY: demo test tests test-triton36 sanitize chaos slow explore structured test-interop test-browser test-compose test-storage check pages clean
+.PHONY: demo test tests test-aot sanitize chaos slow explore structured test-interop test-browser test-compose test-storage check pages clean
 
 demo: $(VENV)/.demo-installed
 	$(BIN)/millrace demo
@@ -39,11 +40,12 @@ tests: $(VENV)/.test-installed
 	# Triton chooses its interpreter when a kernel is decorated: a run of its own.
 	$(ONE_THREAD) TRITON_INTERPRET=1 $(BIN)/python -m pytest $(IN_PARALLEL) tests/kernels/triton
 
-# The compiler of PyTorch 2.11, which a machine with a GPU may have, before the installed one. Its own cache: it names neither.
-# Its interpreter, which asks NumPy for loops' bounds otherwise, is tried by what sorts: the rest takes minutes.
+# `make test` compiles each kernel once for each architecture, this every launch. Then by the compiler of PyTorch 2.11, which
+# a machine with a GPU may have, before the installed one. Its own cache: it names neither. Its interpreter, which asks NumPy for loops' bounds otherwise, is tried by what sorts: the rest takes minutes.
 TRITON36 := $(VENV)/triton36
-test-triton36: $(VENV)/.triton36-installed
-	$(ONE_THREAD) PYTHONPATH=$(TRITON36) $(BIN)/python -m pytest $(IN_PARALLEL) tests/kernels/aot
+test-aot: $(VENV)/.triton36-installed
+	$(ONE_THREAD) $(BIN)/python -m pytest $(IN_PARALLEL) -m "aot and not slow" tests/kernels/aot tests/benchmarks/gpu
+	$(ONE_THREAD) PYTHONPATH=$(TRITON36) $(BIN)/python -m pytest $(IN_PARALLEL) -m "not slow" tests/kernels/aot
 	$(ONE_THREAD) PYTHONPATH=$(TRITON36) TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels/triton/test_experts.py -k sort
 
 $(VENV)/.triton36-installed: | $(VENV)/.test-installed

@@ -165,12 +165,11 @@ class TestRegistry:
 @contextmanager
 def forgotten(registry: TestRegistry) -> Iterator[None]:
     """Redis forgets what is written in the block, all at once: others may be reading."""
-    before = {key: registry.redis.dump(key) for key in registry.redis.keys("*")}
+    before = {key: registry.redis.dump(key) or b"" for key in registry.redis.keys("*")}
     yield
     with registry.redis.pipeline() as forget:
         forget.flushdb()
         for key, value in before.items():
-            assert value is not None
             forget.restore(key, 0, value)
         forget.execute()
 

@@ -59,6 +59,13 @@ def launch_attention() -> None:
         _attend_to_shared_keys(heads, torch.bfloat16, num_pairs)
 
 
+def launch_attention_once() -> None:
+    """A step of each kind of one model."""
+    heads = _HEADS_OF_MODELS["Qwen3-8B"]
+    _attend(heads, torch.bfloat16, decode=(_SPLIT,), prefill=(_CHUNKS,))
+    _attend_to_shared_keys(heads, torch.bfloat16, 64)
+
+
 def launch_float32_attention() -> None:
     """Two shapes in float32, in which no model of that size is run: of 128 dims, and of 64, whose heads are taken as
     projected.

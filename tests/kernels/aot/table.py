@@ -33,7 +33,12 @@ from kernels.triton.moe_small_batch import moe_small_batch
 from kernels.triton.quantised import pack
 from kernels.triton.rope_kv_store import qk_norm_rope_store_kv
 from kernels.triton.sampling import apply_penalties
-from tests.kernels.aot.attention_launches import launch_attention, launch_float8_cache, launch_windows
+from tests.kernels.aot.attention_launches import (
+    launch_attention,
+    launch_attention_once,
+    launch_float8_cache,
+    launch_windows,
+)
 from tests.support.compiled_kernels import SHARED_MEMORY_LIMIT_BYTES, CompiledKernel, compiled_kernels
 
 _KERNELS = Path(__file__).resolve().parents[3] / "kernels"
@@ -167,6 +172,7 @@ def _sample(num_rows: int, vocab_size: int) -> None:
         choose_tokens(values, is_known, number, ids, ids, Truncation(ids, number, number))
 
 
+_INT8 = WeightScheme(8, is_float=False, group_size=None, activations="int8_token")
 _QUANTISED_TOKENS = (16, 32, 64, 128)  # one for each height of tile
 # Scheme, whether inputs are reordered, tokens. The first and last reach every height of tile.
 _QUANTISED = (
@@ -177,7 +183,7 @@ _QUANTISED = (
     (WeightScheme(4, is_float=False, group_size=None), False, (16, 128)),
     (WeightScheme(8, is_float=False, group_size=128, symmetric=False), True, (16, 128)),
     (WeightScheme(8, is_float=False, group_size=None), False, (16, 128)),
-    (WeightScheme(8, is_float=False, group_size=None, activations="int8_token"), False, (16, 128)),
+    (_INT8, False, (16, 128)),
     (WeightScheme(8, is_float=True, group_size=None, activations="float8_token"), False, (16, 128)),
     (WeightScheme(8, True, group_size=128, block_rows=128, activations="float8_group"), False, _QUANTISED_TOKENS),
 )
@@ -215,8 +221,10 @@ def launch_quantised() -> None:
         quantised.moe_small_batch(torch.empty(1, HIDDEN, dtype=DTYPE), gate_up, down, routed)
 
 
-# Two minutes of a core, by `make slow`: float8 is compiled for sm_90 too.
-SM_89 = pytest.param(89, marks=pytest.mark.slow)
+# Two to four minutes of a core each where nothing is in Triton's cache, by `make test-aot`.
+SM_80, SM_90 = (pytest.param(capability, marks=pytest.mark.aot) for capability in (80, 90))
+# By `make slow`: float8 is compiled for sm_90 too.
+SM_89 = pytest.param(89, marks=(pytest.mark.aot, pytest.mark.slow))
 LAUNCHES = (launch_attention, launch_windows, launch_elementwise, launch_experts, launch_sampling, launch_quantised)
 # Where float8 begins, what has it alone: an L4 and an RTX 4090 otherwise run what is compiled for sm_80.
 LAUNCHES_OF = {80: LAUNCHES, 89: (launch_quantised, launch_float8_cache), 90: (*LAUNCHES, launch_float8_cache)}
@@ -225,6 +233,21 @@ LAUNCHES_OF = {80: LAUNCHES, 89: (launch_quantised, launch_float8_cache), 90: (*
 def launches_on(capability: int) -> Sequence[Callable[[], None]]:
     """What is launched where kernels are compiled for one GPU alone."""
     return LAUNCHES if capability < 89 else LAUNCHES_OF[90]
+
+
+def launch_each() -> None:
+    """Each kernel once, or a few times."""
+    launch_attention_once()
+    launch_small()
+    model = _MODELS["Qwen3-8B"]
+    _store(model, 1)
+    silu_and_mul(torch.empty(1, 2 * model.intermediate_size, dtype=DTYPE))
+    for num_tokens in (1, TOKENS[-1]):
+        _run_gemms(num_tokens, EXPERTS, TOP_K)
+        _run_others(num_tokens)
+    _run_short_cut(1)
+    for scheme in (_QUANTISED[0][0], _INT8):
+        quantised.linear(torch.empty(1, 4096, dtype=DTYPE), _quantised(scheme, 4096, 4096))
 
 
 def launch_small() -> None:

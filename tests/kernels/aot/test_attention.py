@@ -12,7 +12,7 @@ from tests.kernels.aot.attention_launches import (
     launch_two_steps,
     launch_windows,
 )
-from tests.kernels.aot.table import SM_89
+from tests.kernels.aot.table import SM_80, SM_89, SM_90
 from tests.support.compiled_kernels import SHARED_MEMORY_LIMIT_BYTES, CompiledKernel, compiled_kernels, compiling_for
 
 KERNELS = {
@@ -23,7 +23,7 @@ READS_BACK = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__"
 OTHER_SHARED_MEMORY_LIMIT_BYTES = 101_376  # sm_86, sm_89 and sm_120 take sm_80's launches
 
 
-@pytest.fixture(scope="module", params=[80, 90])
+@pytest.fixture(scope="module", params=[SM_80, SM_90])
 def compiled(request: pytest.FixtureRequest) -> list[CompiledKernel]:
     with compiling_for(request.param) as kernels:
         launch_attention()
@@ -110,6 +110,7 @@ def test_padded_heads_are_taken_as_projected_on_hopper_alone(compiled: list[Comp
     assert {(kernel.constants["TILE"], kernel.num_warps) for kernel in padded} == {(64, 4)}
 
 
+@pytest.mark.aot
 def test_steps_of_other_sizes_use_the_same_kernels() -> None:
     with compiling_for(90) as kernels:
         launch_two_steps()
@@ -118,6 +119,7 @@ def test_steps_of_other_sizes_use_the_same_kernels() -> None:
     assert sorted(kernel.name for kernel in kernels) == sorted(plain + sharing)
 
 
+@pytest.mark.aot
 def test_nothing_is_read_back_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("a wrapper looked at the values of a tensor")
@@ -128,7 +130,7 @@ def test_nothing_is_read_back_from_the_device(monkeypatch: pytest.MonkeyPatch) -
         launch_attention()
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [SM_80, SM_90])
 def test_windows_fit_too_and_decode_programs_share_a_processor(capability: int) -> None:
     with compiling_for(capability) as kernels:
         launch_windows()
@@ -142,7 +144,7 @@ def test_windows_fit_too_and_decode_programs_share_a_processor(capability: int) 
             assert kernel.registers * 32 * kernel.num_warps * together <= 65_536, kernel
 
 
-@pytest.fixture(scope="module", params=[SM_89, 90])
+@pytest.fixture(scope="module", params=[SM_89, SM_90])
 def of_float8(request: pytest.FixtureRequest) -> list[CompiledKernel]:
     return [
         kernel for kernel in compiled_kernels(request.param, [launch_float8_cache]) if "KV_CACHE" in kernel.constants
@@ -178,7 +180,7 @@ def test_nine_decode_programs_of_a_float8_cache_share_a_processor(of_float8: lis
             assert kernel.shared_bytes * 4 <= SHARED_MEMORY_LIMIT_BYTES[kernel.capability], kernel
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [SM_80, SM_90])
 def test_float32_fits_too(capability: int) -> None:
     with compiling_for(capability) as kernels:
         launch_float32_attention()

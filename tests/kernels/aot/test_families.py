@@ -27,6 +27,7 @@ from engine.models.load_encoder import load_encoder
 from engine.models.placement import ModelPlacement
 from engine.models.tensor_source import TensorSource
 from kernels.interface import Operations
+from tests.kernels.aot.table import SM_90
 from tests.support.compiled_kernels import SHARED_MEMORY_LIMIT_BYTES, compiling_for
 from tests.support.family_table import COLUMNS, NO_KERNELS, shows
 from tests.support.tiny_checkpoint import EncoderName, make_bert_checkpoint, options_of
@@ -131,7 +132,7 @@ def run(model: DecoderModel, rows: Sequence[tuple[int, int]]) -> None:
     model.forward(batch, KVCacheTensors.allocate(spec, 2, META))
 
 
-@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), SM_90])
 @shows("aot")
 def test_every_launch_compiles(family: str, capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(family, monkeypatch)

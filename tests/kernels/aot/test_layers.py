@@ -15,7 +15,7 @@ from engine.models.decoder import AttentionLayer, DecoderLayer, DenseMLP, Forwar
 from kernels.interface import Operations
 from kernels.operands import AttentionRows
 from kernels.triton.quantised import pack
-from tests.kernels.aot.table import launch_elementwise, launch_experts
+from tests.kernels.aot.table import SM_80, SM_90, launch_elementwise, launch_experts
 from tests.support.compiled_kernels import (
     SHARED_MEMORY_LIMIT_BYTES,
     CompiledKernel,
@@ -42,7 +42,7 @@ STORE = r"st\.global(?:\.\w+(?:::\w+)?)*?\.(v\d\.)?b(\d+)"
 MAX_REGISTERS = 128
 
 
-@pytest.fixture(scope="module", params=[80, 90])
+@pytest.fixture(scope="module", params=[SM_80, SM_90])
 def over_rows(request: pytest.FixtureRequest) -> list[CompiledKernel]:
     with compiling_for(request.param) as kernels:
         launch_elementwise()
@@ -80,7 +80,7 @@ def test_heads_are_read_and_written_16_bytes_a_thread(over_rows: list[CompiledKe
         assert set(widths_bytes(STORE, kernel)) == {16}, kernel
 
 
-@pytest.fixture(scope="module", params=[80, 90])
+@pytest.fixture(scope="module", params=[SM_80, SM_90])
 def of_experts(request: pytest.FixtureRequest) -> list[CompiledKernel]:
     with compiling_for(request.param) as kernels:
         launch_experts()

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.kernels.aot.table import launch_sampling
+from tests.kernels.aot.table import SM_80, SM_90, launch_sampling
 from tests.support.compiled_kernels import SHARED_MEMORY_LIMIT_BYTES, CompiledKernel, compiling_for
 
 KERNELS = {
@@ -24,7 +24,7 @@ FUSED_MULTIPLY_ADD = re.compile(r"\bfma\.")
 LOAD_OF_16_BYTES = re.compile(r"ld\.global[\w.:]*\.v4\.b32")
 
 
-@pytest.fixture(scope="module", params=[80, 90])
+@pytest.fixture(scope="module", params=[SM_80, SM_90])
 def compiled(request: pytest.FixtureRequest) -> list[CompiledKernel]:
     with compiling_for(request.param) as kernels:
         launch_sampling()

@@ -12,7 +12,7 @@ from kernels.operands import AttentionRows, PrefixGroup, ProjectedHeads
 from kernels.triton.decode_attention import paged_decode_attention, store_and_decode
 from kernels.triton.dense import clamped_swiglu, gelu_and_mul
 from kernels.triton.prefill_attention import paged_prefill_attention
-from tests.kernels.aot.table import SM_89
+from tests.kernels.aot.table import SM_80, SM_89, SM_90
 from tests.support.compiled_kernels import SHARED_MEMORY_LIMIT_BYTES, CompiledKernel, compiled_kernels, compiling_for
 
 BLOCK_SIZE = 16
@@ -69,7 +69,7 @@ def check(kernels: Sequence[CompiledKernel], capability: int) -> None:
         assert kernel.shared_bytes <= limit, kernel
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [SM_80, SM_90])
 def test_capped_scores_fit(capability: int) -> None:
     with compiling_for(capability) as kernels:
         for heads in CAPS:
@@ -88,14 +88,14 @@ def launch_beside_float8() -> None:
     attend(heads, torch.bfloat16, sinks=torch.empty(heads[0]), kv_scales=torch.empty(2, heads[1]), window=128)
 
 
-@pytest.mark.parametrize("capability", [SM_89, 90])
+@pytest.mark.parametrize("capability", [SM_89, SM_90])
 def test_caps_and_sinks_fit_beside_a_cache_in_float8(capability: int) -> None:
     kernels = compiled_kernels(capability, [launch_beside_float8])
     check(kernels, capability)
     assert {kernel.constants.get("KV_CACHE") for kernel in kernels if "TILE" in kernel.constants} == {"e4m3"}
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [SM_80, SM_90])
 def test_sinks_fit(capability: int) -> None:
     with compiling_for(capability) as kernels:
         for heads in SINKS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,25 @@ from kernels.triton.compilation import compile_ahead, settle_keys
 from kernels.triton.dense import rms_norm, silu_and_mul
 from kernels.triton.gumbel import _rank_kernel, choose_tokens
 from kernels.triton.sampling import ranked
-from tests.kernels.aot.table import DOCUMENTS, HEADINGS, SM_89, TABLE, compile_all, markdown, table_rows
-from tests.support.compiled_kernels import SHARED_MEMORY_LIMIT_BYTES, CompiledKernel, found_on_disk, on_a_new_device
+from tests.kernels.aot.table import (
+    DOCUMENTS,
+    HEADINGS,
+    SM_80,
+    SM_89,
+    SM_90,
+    TABLE,
+    compile_all,
+    launch_each,
+    markdown,
+    table_rows,
+)
+from tests.support.compiled_kernels import (
+    SHARED_MEMORY_LIMIT_BYTES,
+    CompiledKernel,
+    compiling_for,
+    found_on_disk,
+    on_a_new_device,
+)
 
 SOURCES = sorted(Path(kernels.triton.__file__).parent.glob("*.py"))
 # Compiles what the other tests here did not: minutes with an empty cache of triton, seconds with a full one.
@@ -42,7 +60,21 @@ def called_names(function: ast.FunctionDef) -> set[str]:
 DEVICE_FUNCTIONS = {name for path in SOURCES for function in jit_functions(path) for name in called_names(function)}
 
 
-@pytest.fixture(scope="module", params=[80, SM_89, 90])
+@pytest.mark.parametrize("capability", [80, 90])
+def test_each_kernel_compiles_without_spills_and_within_its_memory(capability: int) -> None:
+    with compiling_for(capability) as kernels:
+        launch_each()
+    assert {kernel.name for kernel in kernels} == {name for path in SOURCES for name in kernel_names(path)}
+    check_resources(kernels)
+
+
+def check_resources(kernels: Sequence[CompiledKernel]) -> None:
+    for kernel in kernels:
+        assert kernel.spill_bytes == 0, kernel
+        assert kernel.shared_bytes <= SHARED_MEMORY_LIMIT_BYTES[kernel.capability], kernel
+
+
+@pytest.fixture(scope="module", params=[SM_80, SM_89, SM_90])
 def compiled(request: pytest.FixtureRequest) -> list[CompiledKernel]:
     return compile_all(request.param)
 
@@ -66,9 +98,7 @@ def test_every_kernel_has_a_name_of_its_own_for_profiles() -> None:
 
 
 def test_no_kernel_spills_or_takes_more_memory_than_there_is(compiled: list[CompiledKernel]) -> None:
-    for kernel in compiled:
-        assert kernel.spill_bytes == 0, kernel
-        assert kernel.shared_bytes <= SHARED_MEMORY_LIMIT_BYTES[kernel.capability], kernel
+    check_resources(compiled)
 
 
 def test_the_table_has_a_row_for_every_kernel_launch_and_architecture(compiled: list[CompiledKernel]) -> None:
