@@ -44,8 +44,9 @@ tests: $(VENV)/.test-installed
 	# Triton chooses its interpreter when a kernel is decorated: a run of its own.
 	$(ONE_THREAD) TRITON_INTERPRET=1 $(BIN)/python -m pytest $(IN_PARALLEL) tests/kernels/triton
 
-# `make test` compiles each kernel once for each architecture, this every launch. Then by the compiler of PyTorch 2.11, which
-# a machine with a GPU may have, before the installed one. Its own cache: it names neither. Its interpreter, which asks NumPy for loops' bounds otherwise, is tried by what sorts: the rest takes minutes.
+# `make test` compiles each kernel once for each architecture, this every launch: by the installed compiler, then by that of
+# PyTorch 2.11, which a machine with a GPU may have, before it on the path. Its own cache: it names neither. Its interpreter,
+# which asks NumPy for loops' bounds otherwise, is tried by what sorts: the rest takes minutes.
 TRITON36 := $(VENV)/triton36
 test-aot: $(VENV)/.triton36-installed
 	$(ONE_THREAD) $(BIN)/python -m pytest $(IN_PARALLEL) -m "aot and not slow" tests/kernels/aot tests/benchmarks/gpu
