@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -57,6 +57,13 @@ class CompiledKernel:
     def uses_wgmma(self) -> bool:
         """Whether it uses Hopper's warpgroup matrix instructions."""
         return "wgmma.mma_async" in self.ptx
+
+
+def check_resources(kernels: Iterable[CompiledKernel]) -> None:
+    """No kernel may spill, or take more shared memory than its architecture has."""
+    for kernel in kernels:
+        assert kernel.spill_bytes == 0, kernel
+        assert kernel.shared_bytes <= SHARED_MEMORY_LIMIT_BYTES[kernel.capability], kernel
 
 
 class _Driver(DriverBase):  # type: ignore[misc]  # triton is untyped

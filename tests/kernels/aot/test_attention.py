@@ -13,7 +13,13 @@ from tests.kernels.aot.attention_launches import (
     launch_windows,
 )
 from tests.kernels.aot.table import SM_80, SM_89, SM_90
-from tests.support.compiled_kernels import SHARED_MEMORY_LIMIT_BYTES, CompiledKernel, compiled_kernels, compiling_for
+from tests.support.compiled_kernels import (
+    SHARED_MEMORY_LIMIT_BYTES,
+    CompiledKernel,
+    check_resources,
+    compiled_kernels,
+    compiling_for,
+)
 
 KERNELS = {
     *("_decode_kernel", "_prefill_kernel", "_merge_kernel", "_shared_prefix_kernel"),
@@ -153,9 +159,7 @@ def of_float8(request: pytest.FixtureRequest) -> list[CompiledKernel]:
 
 def test_a_float8_cache_is_compiled_into_every_kernel_that_has_it_and_fits(of_float8: list[CompiledKernel]) -> None:
     assert {kernel.name for kernel in of_float8} == KERNELS - {"_merge_kernel"}
-    for kernel in of_float8:
-        assert kernel.spill_bytes == 0, kernel
-        assert kernel.shared_bytes <= SHARED_MEMORY_LIMIT_BYTES[kernel.capability], kernel
+    check_resources(of_float8)
 
 
 def test_float8_keys_come_in_16_byte_copies_and_are_converted_late(of_float8: list[CompiledKernel]) -> None:

@@ -28,7 +28,7 @@ from engine.models.placement import ModelPlacement
 from engine.models.tensor_source import TensorSource
 from kernels.interface import Operations
 from tests.kernels.aot.table import SM_90
-from tests.support.compiled_kernels import SHARED_MEMORY_LIMIT_BYTES, compiling_for
+from tests.support.compiled_kernels import check_resources, compiling_for
 from tests.support.family_table import COLUMNS, NO_KERNELS, shows
 from tests.support.tiny_checkpoint import EncoderName, make_bert_checkpoint, options_of
 from tests.support.tiny_families import Family
@@ -140,9 +140,7 @@ def test_every_launch_compiles(family: str, capability: int, monkeypatch: pytest
         for rows in STEPS:
             run(model, rows)
     assert {kernel.name for kernel in compiled} >= ATTENTION
-    for kernel in compiled:
-        assert kernel.spill_bytes == 0, kernel
-        assert kernel.shared_bytes <= SHARED_MEMORY_LIMIT_BYTES[capability], kernel
+    check_resources(compiled)
 
 
 @pytest.mark.parametrize("family", [family for family, why in COLUMNS["aot"].without.items() if why == NO_KERNELS])

@@ -17,8 +17,8 @@ from kernels.operands import AttentionRows
 from kernels.triton.quantised import pack
 from tests.kernels.aot.table import SM_80, SM_90, launch_elementwise, launch_experts
 from tests.support.compiled_kernels import (
-    SHARED_MEMORY_LIMIT_BYTES,
     CompiledKernel,
+    check_resources,
     compiling_for,
     recorded_specialisations,
 )
@@ -57,9 +57,8 @@ def widths_bytes(pattern: str, kernel: CompiledKernel) -> list[int]:
 
 def test_every_kernel_over_rows_compiles_without_spills(over_rows: list[CompiledKernel]) -> None:
     assert {kernel.name for kernel in over_rows} == ROW_KERNELS
+    check_resources(over_rows)
     for kernel in over_rows:
-        assert kernel.spill_bytes == 0, kernel
-        assert kernel.shared_bytes <= SHARED_MEMORY_LIMIT_BYTES[kernel.capability], kernel
         assert kernel.registers <= MAX_REGISTERS, kernel
 
 
@@ -93,9 +92,7 @@ def gemms(of_experts: list[CompiledKernel]) -> list[CompiledKernel]:
 
 def test_every_kernel_of_experts_compiles_without_spills(of_experts: list[CompiledKernel]) -> None:
     assert {kernel.name for kernel in of_experts} == EXPERT_KERNELS
-    for kernel in of_experts:
-        assert kernel.spill_bytes == 0, kernel
-        assert kernel.shared_bytes <= SHARED_MEMORY_LIMIT_BYTES[kernel.capability], kernel
+    check_resources(of_experts)
 
 
 def test_every_tile_is_compiled(of_experts: list[CompiledKernel]) -> None:

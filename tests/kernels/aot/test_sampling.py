@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tests.kernels.aot.table import SM_80, SM_90, launch_sampling
-from tests.support.compiled_kernels import SHARED_MEMORY_LIMIT_BYTES, CompiledKernel, compiling_for
+from tests.support.compiled_kernels import CompiledKernel, check_resources, compiling_for
 
 KERNELS = {
     "_rank_kernel",
@@ -33,9 +33,7 @@ def compiled(request: pytest.FixtureRequest) -> list[CompiledKernel]:
 
 def test_every_kernel_compiles_without_spills_and_within_its_memory(compiled: list[CompiledKernel]) -> None:
     assert {kernel.name for kernel in compiled} == KERNELS
-    for kernel in compiled:
-        assert kernel.spill_bytes == 0, kernel
-        assert kernel.shared_bytes <= SHARED_MEMORY_LIMIT_BYTES[kernel.capability], kernel
+    check_resources(compiled)
 
 
 def test_a_multiprocessor_holds_at_least_one_program_of_each_kernel(compiled: list[CompiledKernel]) -> None:

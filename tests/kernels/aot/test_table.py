@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +29,8 @@ from tests.kernels.aot.table import (
     table_rows,
 )
 from tests.support.compiled_kernels import (
-    SHARED_MEMORY_LIMIT_BYTES,
     CompiledKernel,
+    check_resources,
     compiling_for,
     found_on_disk,
     on_a_new_device,
@@ -66,12 +65,6 @@ def test_each_kernel_compiles_without_spills_and_within_its_memory(capability: i
         launch_each()
     assert {kernel.name for kernel in kernels} == {name for path in SOURCES for name in kernel_names(path)}
     check_resources(kernels)
-
-
-def check_resources(kernels: Sequence[CompiledKernel]) -> None:
-    for kernel in kernels:
-        assert kernel.spill_bytes == 0, kernel
-        assert kernel.shared_bytes <= SHARED_MEMORY_LIMIT_BYTES[kernel.capability], kernel
 
 
 @pytest.fixture(scope="module", params=[SM_80, SM_89, SM_90])
