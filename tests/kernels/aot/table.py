@@ -172,7 +172,7 @@ def _sample(num_rows: int, vocab_size: int) -> None:
         choose_tokens(values, is_known, number, ids, ids, Truncation(ids, number, number))
 
 
-_INT8 = WeightScheme(8, is_float=False, group_size=None, activations="int8_token")
+INT8 = WeightScheme(8, is_float=False, group_size=None, activations="int8_token")
 _QUANTISED_TOKENS = (16, 32, 64, 128)  # one for each height of tile
 # Scheme, whether inputs are reordered, tokens. The first and last reach every height of tile.
 _QUANTISED = (
@@ -183,13 +183,14 @@ _QUANTISED = (
     (WeightScheme(4, is_float=False, group_size=None), False, (16, 128)),
     (WeightScheme(8, is_float=False, group_size=128, symmetric=False), True, (16, 128)),
     (WeightScheme(8, is_float=False, group_size=None), False, (16, 128)),
-    (_INT8, False, (16, 128)),
+    (INT8, False, (16, 128)),
     (WeightScheme(8, is_float=True, group_size=None, activations="float8_token"), False, (16, 128)),
     (WeightScheme(8, True, group_size=128, block_rows=128, activations="float8_group"), False, _QUANTISED_TOKENS),
 )
 
 
-def _quantised(scheme: WeightScheme, *shape: int, is_reordered: bool = False) -> PackedWeight:
+def quantised_weight(scheme: WeightScheme, *shape: int, is_reordered: bool = False) -> PackedWeight:
+    """A weight [.., N, K] of zeros in this scheme, packed."""
     dtype = torch.float8_e4m3fn if scheme.is_float else torch.int8 if scheme.bits == 8 else torch.uint8
     *lead, rows, width = shape
     values = torch.zeros(*lead, rows, width * scheme.bits // 8, dtype=torch.uint8).view(dtype)
@@ -204,14 +205,14 @@ def launch_quantised() -> None:
     many, and pair by pair.
     """
     for scheme, is_reordered, token_counts in _QUANTISED:
-        weight = _quantised(scheme, 4096, 4096, is_reordered=is_reordered)
+        weight = quantised_weight(scheme, 4096, 4096, is_reordered=is_reordered)
         for num_tokens in token_counts:
             quantised.linear(torch.empty(num_tokens, 4096, dtype=DTYPE), weight)
     for num_tokens in _QUANTISED_TOKENS:  # so wide that no depth is split
-        quantised.linear(torch.empty(num_tokens, 4096, dtype=DTYPE), _quantised(_QUANTISED[0][0], 24_576, 4096))
+        quantised.linear(torch.empty(num_tokens, 4096, dtype=DTYPE), quantised_weight(_QUANTISED[0][0], 24_576, 4096))
     for scheme, is_reordered in ((_QUANTISED[0][0], False), (_QUANTISED[0][0], True), (_QUANTISED[-1][0], False)):
-        gate_up = _quantised(scheme, 8, 2 * INTERMEDIATE, HIDDEN, is_reordered=is_reordered)
-        down = _quantised(scheme, 8, HIDDEN, INTERMEDIATE, is_reordered=is_reordered)
+        gate_up = quantised_weight(scheme, 8, 2 * INTERMEDIATE, HIDDEN, is_reordered=is_reordered)
+        down = quantised_weight(scheme, 8, HIDDEN, INTERMEDIATE, is_reordered=is_reordered)
         for num_tokens in (4, 512):
             layout = sort_tokens_by_expert(torch.empty(num_tokens, 2, dtype=torch.int64), 8)
             x = torch.empty(num_tokens, HIDDEN, dtype=DTYPE)
@@ -246,8 +247,8 @@ def launch_each() -> None:
         _run_gemms(num_tokens, EXPERTS, TOP_K)
         _run_others(num_tokens)
     _run_short_cut(1)
-    for scheme in (_QUANTISED[0][0], _INT8):
-        quantised.linear(torch.empty(1, 4096, dtype=DTYPE), _quantised(scheme, 4096, 4096))
+    for scheme in (_QUANTISED[0][0], INT8):
+        quantised.linear(torch.empty(1, 4096, dtype=DTYPE), quantised_weight(scheme, 4096, 4096))
 
 
 def launch_small() -> None:
