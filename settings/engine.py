@@ -51,7 +51,8 @@ class CudaGraphSettings(SettingsGroup):
         ge=0,
         le=1_048_576,
         description="Steps with up to so many tokens of prompts are captured too, in sizes of half octaves from 256 "
-        "on: larger ones keep the GPU busy for longer than their launches take. 0: none.",
+        "on: larger ones keep the GPU busy for longer than their launches take, but for small models, whose steps are "
+        "captured up to 2^33 / hidden_size^2 tokens where nothing is set. 0: none.",
     )
 
     @property

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
+import shutil
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -85,6 +87,39 @@ def test_steps_of_a_gpu_are_as_large_as_its_memory_allows(
     assert (settings.max_num_seqs, settings.max_num_batched_tokens) == expected
     for key in ("engine.max_num_seqs", "engine.max_num_batched_tokens"):
         assert (effective.source_of(key) is Source.DERIVED) is (key not in overrides and gib > 8)
+
+
+@pytest.mark.parametrize(
+    ("hidden_size", "overrides", "expected"),
+    [
+        (896, {}, 8192),  # no step has more
+        (1024, {}, 8192),
+        (1024, {"engine.max_num_batched_tokens": "4096"}, 4096),
+        (1024, {"engine.cuda_graphs.chunk_tokens": "512"}, 512),
+        (1152, {}, 6472),
+        (1152, {"engine.cuda_graphs.enabled": "off"}, 2048),
+        (2048, {}, 2048),
+        (4096, {}, 2048),
+    ],
+)
+def test_large_steps_of_small_models_are_captured(
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    hidden_size: int,
+    overrides: dict[str, str],
+    expected: int,
+) -> None:
+    monkeypatch.setattr(derived_settings, "operations", lambda _: None)
+    path = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"hidden_size": hidden_size}))
+    values = {"model.path": str(path), "engine.device": "cuda", "engine.kv_cache.num_blocks": "99", **overrides}
+    with simulated_device(80 << 30):
+        effective = derive_settings(load_settings(values, environ={}, dotenv_path=Path(os.devnull)))
+    assert effective.settings.engine.cuda_graphs.chunk_tokens == expected
+    is_derived = expected != 2048 and "engine.cuda_graphs.chunk_tokens" not in overrides
+    assert (effective.source_of("engine.cuda_graphs.chunk_tokens") is Source.DERIVED) is is_derived
 
 
 def test_steps_of_a_cpu_keep_their_defaults(tiny_model: Path) -> None:
