@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import warnings
@@ -20,14 +19,12 @@ from settings import EffectiveSettings
 from worker.app import create_app
 from worker.broker.celery_guards import QuietWorker, send_first_event
 from worker.registry.exchange import Untyped
-from worker.requests.step_engine import StepEngine
+from worker.requests.step_engine import StepEngine, spare_collections
 from worker.runtime.build import WorkerParts, announced_names
 from worker.runtime.runtime import WorkerRuntime
 from worker.runtime.supervision import TICK_INTERVAL_S
 from worker.runtime.unit_runner import UnitFailed
 from worker.tasks import register_tasks
-
-GC_THRESHOLD = 10_000  # objects that may be made, less those freed, before the next collection
 
 logger = logging.getLogger(__name__)
 
@@ -46,11 +43,7 @@ def run_worker(effective: EffectiveSettings, load_engine: Callable[[EffectiveSet
     parts = WorkerParts(app, settings, lambda: load_engine(effective), on_failure=_ask_celery_to_stop)
     runtime = WorkerRuntime(parts)
     runtime.load()
-    # Collections took 8 us a prompt in a queue without a model, 3 since they pass over the 90,000 objects that stay
-    # (more with torch) and come more rarely than with every 700 more lists and tuples.
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(GC_THRESHOLD)
+    spare_collections()
     register_tasks(app, runtime)
     app.steps["worker"].add(worker_step(runtime))
     hostname = f"millrace@{runtime.worker_id}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import json
 import shlex
 import signal
@@ -49,7 +48,7 @@ from worker.cli.run_part import EarlierRuns, RunPart
 from worker.lines.files import InputFile, read_input_files
 from worker.lines.ignored import IgnoredParams
 from worker.offline import JOB_ID, LineFeed, OfflineRun, RunSummary
-from worker.requests.step_engine import request_window
+from worker.requests.step_engine import request_window, spare_collections
 
 if TYPE_CHECKING:
     from engine.encoder import EncoderEngine
@@ -245,8 +244,7 @@ def _load_engine(effective: EffectiveSettings, trace: PassTrace | None) -> tuple
     started_s = time.monotonic()
     with refusals_in_a_line():
         engine = load_engine(effective, trace)
-    gc.collect()
-    gc.freeze()  # as a worker does: no collection goes through the model and its graphs again
+    spare_collections()
     return engine, time.monotonic() - started_s
 
 
