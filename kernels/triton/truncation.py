@@ -3,15 +3,20 @@
 Tokens stay from a score on, as a key (see `ordered`): the largest key from which k tokens lie, or tokens of the
 nucleus' mass. Its 32 bits are found two at a time, by counting. A mass is exp(score) as an integer, in units of
 2**-MASS_BITS, so that sums do not depend on their order and equal scores weigh the same. Logits are read as they are: a
-score, (logit - largest) / temperature, is computed where it is read. Two kernels:
+score, (logit - largest) / temperature, is computed where it is read. Three kernels:
 
-1. `_collect_candidates_kernel` writes down the scores among which the key is. With top-k these reach the k-th largest
-   of the maxima of as many groups of tokens as there are lanes: k tokens at least, and few more (k of 151,936 tokens
-   mostly lie in different ones of 8192 groups). Without, they weigh at least the average of what may be dropped: what
-   weighs less may be dropped together.
-2. `_find_thresholds_kernel` searches among those.
+1. `_survey_kernel`, a program a block of tokens, knows the best of each. The k-th largest of those is a floor that k
+   tokens reach, and few more (k of 151,936 tokens mostly lie in different ones of 75 blocks). Where k is larger, or
+   top-p alone, a block is counted or weighed from each of LEVELS scores on.
+2. `_collect_candidates_kernel`, of the same grid, writes down what reaches the floor, or the lowest level that must be
+   reached. With top-p alone what reaches the next level stays and is left out: its mass is known. Blocks whose best is
+   below are not read. Candidates are in no order, and nothing depends on it.
+3. `_find_thresholds_kernel`, a program a row, searches among those.
 
-A row is read twice, and some 20 times what is left of it. A tie across the nucleus' edge takes one pass more.
+So a row is read once or twice, and some 12 to 18 times what is left of it. A tie across the nucleus' edge takes one
+pass more. When one program a row did all of it, on an H200, 64 rows of 151,936 bfloat16 logits took 287 us with a top_k
+of 50, 380 with 20 and a top_p of 0.95, 518 with a top_p of 0.9 alone, where a plain draw takes 41.5. Instructions let
+expect some 35 us for the survey of 64 rows with top-p alone, 3 without masses, and 15 for collecting, 10 with top-k.
 
 The tokens are the reference's, with one reservation: its cumulative mass is a float32 sum, this one is exact but for
 the rounding of exp. Tokens whose cumulative mass is within about 1e-6 of 1 - top_p, or whose share is within a rounding
@@ -29,7 +34,9 @@ from kernels.triton.launch import TileLaunch
 from kernels.triton.sampling import (
     INFINITY_KEY,
     LOWEST_KEY,
+    LOWEST_RANK,
     MINUS_INFINITY_KEY,
+    NARROW_BLOCK,
     best_of_blocks_launch,
     key_of_best,
     load_known,
@@ -43,6 +50,10 @@ MASS_BITS = 43
 MAX_VOCAB_SIZE = 2 ** (63 - MASS_BITS) - 1
 
 MASS_UNITS = tl.constexpr(2.0**MASS_BITS)
+
+# A power of two; the last is -inf. Each takes some 10 of the survey's instructions a token. Of normally distributed
+# logits at most a third lie between two of them.
+LEVELS = tl.constexpr(8)
 
 
 def find_thresholds(
@@ -61,28 +72,91 @@ def find_thresholds(
     num_rows, vocab_size = logits.shape
     if vocab_size > MAX_VOCAB_SIZE:
         raise ValueError(f"logits have {vocab_size} tokens a row; accepted: up to {MAX_VOCAB_SIZE}")
+    num_blocks, device = ranks.shape[1], logits.device
     top_k, top_p = truncation.top_k.contiguous(), truncation.top_p.contiguous()
-    collect, search = collect_launch(vocab_size, logits.itemsize), search_launch(vocab_size)
-    best = best_of_blocks_launch(ranks.shape[1])
-    candidates = torch.empty(num_rows, triton.cdiv(vocab_size, 16) * 16 + 16, dtype=torch.float32, device=logits.device)
-    totals = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    candidates = torch.empty(num_rows, triton.cdiv(vocab_size, 16) * 16, dtype=torch.float32, device=device)
+    levels = torch.empty(num_rows, LEVELS.value, dtype=torch.float32, device=device)
+    sums = torch.empty(num_rows, num_blocks, LEVELS.value, dtype=torch.int64, device=device)
     num_candidates, lowest_keys, last_equals = (  # aligned alike for any number of rows
-        torch.empty(num_rows, dtype=torch.int32, device=logits.device) for _ in range(3)
+        torch.empty(num_rows, dtype=torch.int32, device=device) for _ in range(3)
     )
-    row = (logits, is_known, temperatures, ranks, top_k, top_p)
-    sizes = (vocab_size, logits.stride(0), ranks.shape[1], candidates.stride(0))
-    for kernel, launch, outputs in (
-        (_collect_candidates_kernel, collect, (totals,)),
-        (_find_thresholds_kernel, search, (totals, lowest_keys, last_equals)),
-    ):
-        kernel[(num_rows,)](
-            *(*row, candidates, num_candidates, *outputs, *sizes),
-            BLOCK=launch.columns,
-            BLOCKS=best.columns,
-            NUM_STAGES=launch.num_stages,
-            num_warps=launch.num_warps,
-        )
+    row = (logits, is_known, temperatures, ranks, top_k, top_p, levels, sums, candidates, num_candidates)
+    sizes = (vocab_size, logits.stride(0), num_blocks, candidates.stride(0))
+    blocks = best_of_blocks_launch(num_blocks).columns
+    collect, search = collect_launch(), search_launch(vocab_size)
+    for kernel in (_survey_kernel, _collect_candidates_kernel):
+        kernel[num_rows, num_blocks](*row, *sizes, BLOCK=collect.columns, BLOCKS=blocks, num_warps=collect.num_warps)
+    _find_thresholds_kernel[(num_rows,)](
+        *(*row, lowest_keys, last_equals, *sizes),
+        BLOCK=search.columns,
+        BLOCKS=blocks,
+        NUM_STAGES=search.num_stages,
+        num_warps=search.num_warps,
+    )
     return lowest_keys, last_equals
+
+
+@triton.jit
+def _survey_kernel(
+    logits_ptr,  # [N, V], float32 or model dtype
+    is_known_ptr,  # [V], bool
+    temperatures_ptr,  # [N], float32
+    ranks_ptr,  # [N, num_blocks], int64
+    top_k_ptr,  # [N], int64
+    top_p_ptr,  # [N], float32
+    levels_ptr,  # [N, LEVELS], float32, output: scores, from the highest; the floor alone where top_k <= num_blocks
+    sums_ptr,  # [N, num_blocks, LEVELS], int64, output: see `bracket`
+    candidates_ptr,  # not used
+    num_candidates_ptr,  # [N], int32, output: 0; -1: nothing is dropped
+    vocab_size,
+    stride_logits_row,
+    num_blocks,
+    stride_candidates_row,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Grid: (rows, blocks of the vocabulary). What it writes is written anew by each launch: a graph replays it."""
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+    temperature = tl.load(temperatures_ptr + row)
+    blocks = tl.arange(0, BLOCKS)
+    ranks = tl.load(ranks_ptr + row * num_blocks + blocks, mask=blocks < num_blocks, other=LOWEST_RANK)
+    key = (tl.max(ranks) >> 32).to(tl.int32)
+    is_off = (top_k >= vocab_size) & (top_p >= 1.0) | (vocab_size == 1)  # so a top_k that is on has tokens to drop
+    is_off |= (temperature == 0.0) | (key <= MINUS_INFINITY_KEY) | (key >= INFINITY_KEY)
+    if block == 0:
+        tl.store(num_candidates_ptr + row, tl.where(is_off, -1, 0))
+    if is_off:
+        return
+    top = value_of(key)
+    rank = tl.load(ranks_ptr + row * num_blocks + block)
+    best = tl.div_rn(value_of((rank >> 32).to(tl.int32)) - top, temperature)
+    levels_ptr += row * LEVELS
+    if top_k <= num_blocks:
+        if tl.sum((ranks > rank).to(tl.int32)) == top_k - 1:  # of one block: ranks differ
+            tl.store(levels_ptr, best)
+        return
+    # From the mean of the blocks' best, which some hundred tokens reach, to below the middle of normally distributed
+    # logits, of which the nucleus of 0.9 ends there or above. Any levels give the same thresholds.
+    keys = tl.where(blocks < num_blocks, (ranks >> 32).to(tl.int32), key)
+    bests = tl.maximum(tl.div_rn(value_of(keys) - top, temperature), -30.0)
+    spread = tl.sum(bests) / num_blocks
+    lanes = tl.arange(0, LEVELS)
+    levels = tl.where(lanes < LEVELS - 1, spread * (1.0 + lanes * (5.0 / (LEVELS - 1))), -float("inf"))
+    sums_ptr += (row * num_blocks + block) * LEVELS
+    if block == 0:
+        tl.store(levels_ptr + lanes, levels)
+    is_counted = top_k < vocab_size
+    sums = tl.zeros((LEVELS,), tl.int64)
+    if is_counted | (mass_of(best) > 0):
+        tokens = block * BLOCK + tl.arange(0, BLOCK)
+        scores = scores_at(logits_ptr + row * stride_logits_row, is_known_ptr, tokens, vocab_size, top, temperature)
+        weights = tl.where(is_counted, (scores > -float("inf")).to(tl.int64), mass_of(scores))
+        for i in tl.static_range(LEVELS):
+            level = tl.max(tl.where(lanes == i, levels, -float("inf")))
+            sums = tl.where(lanes == i, tl.sum(tl.where(scores >= level, weights, 0)), sums)
+    tl.store(sums_ptr + lanes, sums)
 
 
 @triton.jit
@@ -93,59 +167,41 @@ def _collect_candidates_kernel(
     ranks_ptr,  # [N, num_blocks], int64
     top_k_ptr,  # [N], int64
     top_p_ptr,  # [N], float32
-    candidates_ptr,  # [N, stride_candidates_row], float32, output: the scores that may stay, and -inf behind them
-    num_candidates_ptr,  # [N], int32, output: how many there are; -1: nothing is dropped
-    totals_ptr,  # [N], int64, output: the mass of the row, where only a nucleus is asked for
+    levels_ptr,  # [N, LEVELS], float32
+    sums_ptr,  # [N, num_blocks, LEVELS], int64
+    candidates_ptr,  # [N, stride_candidates_row], float32, output: the scores that may be the last to stay
+    num_candidates_ptr,  # [N], int32, in place: how many there are
     vocab_size,
     stride_logits_row,
     num_blocks,
     stride_candidates_row,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
 ):
-    """Grid: (rows,)."""
+    """Grid: (rows, blocks of the vocabulary)."""
     row = tl.program_id(0).to(tl.int64)
-    top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
-    temperature = tl.load(temperatures_ptr + row)
-    key = key_of_best(ranks_ptr + row * num_blocks, num_blocks, BLOCKS)
-    is_off = (top_k >= vocab_size) & (top_p >= 1.0)
-    if is_off | (temperature == 0.0) | (key <= MINUS_INFINITY_KEY) | (key >= INFINITY_KEY):
-        tl.store(num_candidates_ptr + row, -1)
+    block = tl.program_id(1)
+    if tl.load(num_candidates_ptr + row) < 0:
         return
-    top = value_of(key)
-    logits_ptr += row * stride_logits_row
-    candidates_ptr += row * stride_candidates_row
-    lanes = tl.arange(0, BLOCK)
-    floor = tl.full((), LOWEST_KEY, tl.int32)
-    least_mass = tl.full((), 0, tl.int64)
-    if top_k < vocab_size:
-        maxima = tl.full((BLOCK,), LOWEST_KEY, tl.int32)
-        for start in tl.range(0, vocab_size, BLOCK, num_stages=NUM_STAGES):
-            keys = ordered(scores_at(logits_ptr, is_known_ptr, start + lanes, vocab_size, top, temperature))
-            maxima = tl.maximum(maxima, keys)
-        for bit in range(32):
-            raised = floor + (tl.full((), 1, tl.int32) << (31 - bit))  # wraps around from the lowest int32 to 0
-            floor = tl.where(tl.sum((maxima >= raised).to(tl.int32)) >= top_k, raised, floor)
-    else:
-        masses = tl.zeros((BLOCK,), tl.int64)
-        for start in tl.range(0, vocab_size, BLOCK, num_stages=NUM_STAGES):
-            masses += mass_of(scores_at(logits_ptr, is_known_ptr, start + lanes, vocab_size, top, temperature))
-        total = tl.sum(masses)
-        tl.store(totals_ptr + row, total)
-        least_mass = (total - nucleus_mass(total, top_p)) // vocab_size
+    top_k = tl.load(top_k_ptr + row)
+    levels_ptr += row * LEVELS
+    first, end = tl.load(levels_ptr), tl.full((), float("inf"), tl.float32)
+    if top_k > num_blocks:
+        sums_ptr += row * num_blocks * LEVELS
+        top_p = tl.load(top_p_ptr + row)
+        first, end, _ = bracket(levels_ptr, sums_ptr, num_blocks, top_k, vocab_size, top_p, BLOCKS)
+    temperature = tl.load(temperatures_ptr + row)
+    top = value_of(key_of_best(ranks_ptr + row * num_blocks, num_blocks, BLOCKS))
+    best = value_of((tl.load(ranks_ptr + row * num_blocks + block) >> 32).to(tl.int32))
+    if tl.div_rn(best - top, temperature) < first:
+        return
+    tokens = block * BLOCK + tl.arange(0, BLOCK)
+    scores = scores_at(logits_ptr + row * stride_logits_row, is_known_ptr, tokens, vocab_size, top, temperature)
     # Without what is out already: a row of few tokens left is searched as one of few candidates.
-    floor = tl.maximum(floor, MINUS_INFINITY_KEY + 1)
-    num_candidates = tl.full((), 0, tl.int32)
-    for start in tl.range(0, vocab_size, BLOCK, num_stages=NUM_STAGES):
-        scores = scores_at(logits_ptr, is_known_ptr, start + lanes, vocab_size, top, temperature)
-        chosen = ((ordered(scores) >= floor) & (mass_of(scores) >= least_mass)).to(tl.int32)
-        slots = num_candidates + tl.cumsum(chosen, 0) - 1
-        tl.store(candidates_ptr + slots, scores, mask=chosen > 0)
-        num_candidates += tl.sum(chosen)
-    # Up to a multiple of 16, so that the search copies 16 bytes at once.
-    tl.store(candidates_ptr + num_candidates + tl.arange(0, 16), -float("inf"))
-    tl.store(num_candidates_ptr + row, num_candidates)
+    chosen = ((scores >= first) & (scores < end) & (scores > -float("inf"))).to(tl.int32)
+    start = tl.atomic_add(num_candidates_ptr + row, tl.sum(chosen), sem="relaxed")
+    slots = start + tl.cumsum(chosen, 0) - 1
+    tl.store(candidates_ptr + row * stride_candidates_row + slots, scores, mask=chosen > 0)
 
 
 @triton.jit
@@ -156,9 +212,10 @@ def _find_thresholds_kernel(
     ranks_ptr,  # [N, num_blocks], int64
     top_k_ptr,  # [N], int64
     top_p_ptr,  # [N], float32
+    levels_ptr,  # not used
+    sums_ptr,  # [N, num_blocks, LEVELS], int64
     candidates_ptr,  # [N, stride_candidates_row], float32
     num_candidates_ptr,  # [N], int32
-    totals_ptr,  # [N], int64
     lowest_keys_ptr,  # [N], int32, output: tokens of lower keys are dropped
     last_equals_ptr,  # [N], int32, output: of that key, tokens of higher ids are dropped
     vocab_size,
@@ -177,20 +234,26 @@ def _find_thresholds_kernel(
     if num_candidates >= 0:
         top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
         values_ptr = candidates_ptr + row * stride_candidates_row
-        num_values = tl.cdiv(num_candidates, 16) * 16  # filled up with -inf
-        total = tl.full((), 0, tl.int64)
         if top_k < vocab_size:
-            lowest_key = threshold(values_ptr, num_values, top_k, False, BLOCK, NUM_STAGES)
+            lowest_key = threshold(values_ptr, num_candidates, top_k, LOWEST_KEY, 16, False, BLOCK, NUM_STAGES)
         if top_p < 1.0:
+            mass = tl.full((), 0, tl.int64)
+            start_key, num_digits = tl.full((), LOWEST_KEY, tl.int32), tl.full((), 16, tl.int32)
             if top_k < vocab_size:
                 below = tl.maximum(lowest_key, LOWEST_KEY + 1) - 1
-                total, _ = tail_sums(values_ptr, num_values, below, BLOCK, NUM_STAGES)
+                total, _ = tail_sums(values_ptr, num_candidates, below, BLOCK, NUM_STAGES)
+                mass = nucleus_mass(total, top_p)
             else:
-                total = tl.load(totals_ptr + row)
-            mass = nucleus_mass(total, top_p)
+                levels_ptr += row * LEVELS
+                sums_ptr += row * num_blocks * LEVELS
+                first, end, mass = bracket(levels_ptr, sums_ptr, num_blocks, top_k, vocab_size, top_p, BLOCKS)
+                # As many digits as the number of keys in between has, by the exponent of its float.
+                num_keys = (tl.minimum(ordered(end), 1) - ordered(first)).to(tl.float32)
+                num_digits = ((num_keys.to(tl.int32, bitcast=True) >> 23) - 126 + 1) // 2
+                start_key = tl.where(num_digits < 16, ordered(first), LOWEST_KEY)
             # Not below the k-th: the tokens from there on alone have all of `total`.
-            lowest_key = threshold(values_ptr, num_values, mass, True, BLOCK, NUM_STAGES)
-            above, num_equals = tail_sums(values_ptr, num_values, lowest_key, BLOCK, NUM_STAGES)
+            lowest_key = threshold(values_ptr, num_candidates, mass, start_key, num_digits, True, BLOCK, NUM_STAGES)
+            above, num_equals = tail_sums(values_ptr, num_candidates, lowest_key, BLOCK, NUM_STAGES)
             num_kept = tl.cdiv(mass - above, mass_of(value_of(lowest_key)))
             if num_kept < num_equals:
                 top = value_of(key_of_best(ranks_ptr + row * num_blocks, num_blocks, BLOCKS))
@@ -208,6 +271,20 @@ def _find_thresholds_kernel(
                 last_equal = tl.max(last)
     tl.store(lowest_keys_ptr + row, lowest_key)
     tl.store(last_equals_ptr + row, last_equal)
+
+
+@triton.jit
+def bracket(levels_ptr, sums_ptr, num_blocks, top_k, vocab_size, top_p, BLOCKS: tl.constexpr):
+    """-> the scores from and below which candidates lie, and with top-p alone the mass that these must have."""
+    blocks, lanes = tl.arange(0, BLOCKS)[:, None], tl.arange(0, LEVELS)
+    levels = tl.load(levels_ptr + lanes)
+    sums = tl.sum(tl.load(sums_ptr + blocks * LEVELS + lanes[None, :], mask=blocks < num_blocks, other=0), 0)
+    is_counted = top_k < vocab_size
+    target = tl.where(is_counted, top_k, nucleus_mass(tl.max(sums), top_p))
+    first = tl.max(tl.where(sums >= target, levels, -float("inf")))
+    # Of the best k the mass is needed.
+    end = tl.min(tl.where((sums < target) & ~is_counted, levels, float("inf")))
+    return first, end, target - tl.max(tl.where(sums < target, sums, 0))
 
 
 @triton.jit
@@ -245,16 +322,27 @@ def nucleus_mass(total, top_p):
 
 
 @triton.jit
+def candidates_at(values_ptr, places, num_values):
+    """-> keys of candidates, their masses, and whether there are any at these places, which lie in one block.
+
+    Up to a multiple of 16 they are read whatever is there, so that copies take 16 bytes.
+    """
+    values = tl.load(values_ptr + places, mask=places < tl.cdiv(num_values, 16) * 16, other=-float("inf"))
+    inside = places < num_values
+    values = tl.where(inside, values, -float("inf"))
+    return ordered(values), mass_of(values), inside
+
+
+@triton.jit
 def tail_sums(values_ptr, num_values, key, BLOCK: tl.constexpr, NUM_STAGES: tl.constexpr):
     """-> the mass of values above `key`, int64, and the number of those that equal it, int32."""
     lanes = tl.arange(0, BLOCK)
     masses = tl.zeros((BLOCK,), tl.int64)
     num_equals = tl.zeros((BLOCK,), tl.int32)
     for start in tl.range(0, num_values, BLOCK, num_stages=NUM_STAGES):
-        values = tl.load(values_ptr + start + lanes, mask=start + lanes < num_values, other=-float("inf"))
-        keys = ordered(values)
-        masses += tl.where(keys > key, mass_of(values), 0)
-        num_equals += ((keys == key) & (start + lanes < num_values)).to(tl.int32)
+        keys, weights, inside = candidates_at(values_ptr, start + lanes, num_values)
+        masses += tl.where(keys > key, weights, 0)
+        num_equals += ((keys == key) & inside).to(tl.int32)
     return tl.sum(masses), tl.sum(num_equals)
 
 
@@ -263,28 +351,31 @@ def threshold(
     values_ptr,
     num_values,
     target,
+    start_key,
+    num_digits,
     BY_MASS: tl.constexpr,
     BLOCK: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """-> the largest key from which `target` values lie, or values of that mass; LOWEST_KEY if there is none.
+    """-> the largest key from which `target` values lie, or values of that mass; `start_key` if there is none.
 
-    Two bits of the key a round: three sums over the values.
+    The key is less than 4**num_digits above `start_key`, which is LOWEST_KEY for 16 digits.
+    Two bits of the key a round: three sums over the values, of which the first block is read once.
     """
     lanes = tl.arange(0, BLOCK)
-    found = tl.full((), LOWEST_KEY, tl.int32)
-    for digits in range(16):
-        step = tl.full((), 1, tl.int32) << (30 - 2 * digits)
+    found = tl.full((), 0, tl.int32) + start_key
+    first_keys, first_masses, first_inside = candidates_at(values_ptr, lanes, num_values)
+    first_weights = first_masses if BY_MASS else first_inside.to(tl.int64)
+    for i in range(num_digits):
+        step = tl.full((), 1, tl.int32) << (2 * (num_digits - 1 - i))
         # `found + 3 * step` wraps around as it should: from the lowest int32 up to the highest.
         first, second, third = found + step, found + step * 2, found + step * 3
-        from_first = tl.zeros((BLOCK,), tl.int64)
-        from_second = tl.zeros((BLOCK,), tl.int64)
-        from_third = tl.zeros((BLOCK,), tl.int64)
-        for start in tl.range(0, num_values, BLOCK, num_stages=NUM_STAGES):
-            inside = start + lanes < num_values
-            values = tl.load(values_ptr + start + lanes, mask=inside, other=-float("inf"))
-            keys = ordered(values)
-            weights = mass_of(values) if BY_MASS else inside.to(tl.int64)
+        from_first = tl.where(first_keys >= first, first_weights, 0)
+        from_second = tl.where(first_keys >= second, first_weights, 0)
+        from_third = tl.where(first_keys >= third, first_weights, 0)
+        for start in tl.range(BLOCK, num_values, BLOCK, num_stages=NUM_STAGES):
+            keys, masses, inside = candidates_at(values_ptr, start + lanes, num_values)
+            weights = masses if BY_MASS else inside.to(tl.int64)
             from_first += tl.where(keys >= first, weights, 0)
             from_second += tl.where(keys >= second, weights, 0)
             from_third += tl.where(keys >= third, weights, 0)
@@ -295,18 +386,14 @@ def threshold(
     return found
 
 
-def collect_launch(vocab_size: int, itemsize: int) -> TileLaunch:
-    """One program a row, so 64 rows use half of the GPU: each has 512 threads, and two blocks of 16 KiB in flight.
-
-    The block is also the number of groups. Of 32 KiB two blocks took 104 KiB of shared memory, more than 8.9 has.
-    """
-    columns = min(16_384 // itemsize, max(triton.next_power_of_2(vocab_size), 128))
-    return TileLaunch(1, columns, num_warps=16, num_stages=3)
+def collect_launch() -> TileLaunch:
+    """Of the blocks of which the best are known: 16 tokens a thread."""
+    return TileLaunch(1, NARROW_BLOCK, num_warps=4)
 
 
 def search_launch(vocab_size: int) -> TileLaunch:
     """The candidates of most rows (little more than top_k, or some hundred) fit one block; three more are in flight.
 
-    8 tokens a thread, each with three sums of int64, take nearly all of the 128 registers that 16 warps leave.
+    8 candidates a thread, those of the first block kept, take 215 of the 255 registers that 8 warps leave.
     """
-    return TileLaunch(1, min(4096, max(triton.next_power_of_2(vocab_size), 128)), num_warps=16, num_stages=4)
+    return TileLaunch(1, min(2048, max(triton.next_power_of_2(vocab_size), 128)), num_warps=8, num_stages=4)

@@ -204,11 +204,14 @@ def test_the_second_stage_takes_all_blocks_of_a_row_at_once(num_blocks: int, blo
 
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
 def test_the_search_takes_a_small_row_at_once_and_others_in_large_blocks(vocab_size: int) -> None:
-    collects = [(collect_launch(vocab_size, itemsize), 16_384 // itemsize, itemsize + 1) for itemsize in (2, 4)]
-    for launch, largest, token_bytes in (*collects, (search_launch(vocab_size), 4096, 5)):
-        assert launch.columns == largest or launch.columns >= vocab_size
-        assert 128 <= launch.columns <= largest
-        assert launch.num_stages * launch.columns * token_bytes <= 80 * 1024
+    launch = search_launch(vocab_size)
+    assert launch.columns == 2048 or launch.columns >= vocab_size
+    assert 128 <= launch.columns <= 2048
+    assert launch.num_stages * launch.columns * 5 <= 80 * 1024
+
+
+def test_candidates_are_collected_from_the_blocks_that_were_ranked() -> None:
+    assert collect_launch() == choose_launch()
 
 
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)

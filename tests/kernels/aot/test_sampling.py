@@ -14,12 +14,13 @@ KERNELS = {
     "_draw_kernel",
     "_pick_kernel",
     "_apply_penalties_kernel",
+    "_survey_kernel",
     "_collect_candidates_kernel",
     "_find_thresholds_kernel",
 }
-# Copies of 16 bytes in all loops, of a thread and a stage, for logits of 2 and of 4 bytes: in three loops 32 bytes of
-# tokens, and of 16 of them whether they are known; 8 candidates in four loops, and 8 tokens in one.
-COPIES = {"_collect_candidates_kernel": {3 * (2 + 1), 3 * 2}, "_find_thresholds_kernel": {4 * 2 + 1, 4 * 2 + 2}}
+# Copies of 16 bytes in all loops, of a thread and a stage, for logits of 2 and of 4 bytes: 8 candidates in four loops,
+# and 8 tokens in one.
+COPIES = {"_find_thresholds_kernel": {4 * 2 + 1, 4 * 2 + 2}}
 FUSED_MULTIPLY_ADD = re.compile(r"\bfma\.")
 LOAD_OF_16_BYTES = re.compile(r"ld\.global[\w.:]*\.v4\.b32")
 
@@ -59,11 +60,10 @@ def test_loops_over_a_row_copy_16_bytes_a_thread_ahead(compiled: list[CompiledKe
 
 def test_single_passes_over_a_row_load_16_bytes_a_thread(compiled: list[CompiledKernel]) -> None:
     """Logits of 2 or 4 bytes, and of each whether it is known, one byte."""
-    num_bytes = {"_rank_kernel": {3, 5}, "_draw_kernel": {3, 5}}
-    for name, accepted in num_bytes.items():
+    for name in ("_rank_kernel", "_survey_kernel", "_collect_candidates_kernel", "_draw_kernel"):
         found = {
             (16 * len(LOAD_OF_16_BYTES.findall(kernel.ptx)), kernel.constants["BLOCK"] // (32 * kernel.num_warps))
             for kernel in compiled
             if kernel.name == name
         }
-        assert {loaded / tokens_per_thread for loaded, tokens_per_thread in found} == accepted, name
+        assert {loaded / tokens_per_thread for loaded, tokens_per_thread in found} == {3, 5}, name

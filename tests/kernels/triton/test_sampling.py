@@ -11,14 +11,15 @@ import triton
 
 from kernels import cpu, reference
 from kernels.operands import Truncation
-from kernels.triton import truncation
-from kernels.triton.gumbel import _rank_kernel, choose_launch
+from kernels.triton import gumbel, truncation
+from kernels.triton.gumbel import _rank_kernel
 from kernels.triton.launch import TileLaunch
 from kernels.triton.sampling import apply_penalties
 from kernels.triton.truncation import MAX_VOCAB_SIZE, find_thresholds
 from tests.support.tensors import assert_close, in_longer_rows
 
 Option = tuple[int, float, float]  # top_k, top_p, min_p
+NARROW = 16
 # The interpreter computes in NumPy, which warns of inf - inf where a GPU does not.
 allows_nan = pytest.mark.filterwarnings("ignore:invalid value encountered in subtract:RuntimeWarning")
 
@@ -37,9 +38,10 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def narrow_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of a few hundred tokens take several blocks and have more tokens than groups."""
-    monkeypatch.setattr(truncation, "collect_launch", lambda *_: TileLaunch(1, 64, num_warps=4, num_stages=3))
-    monkeypatch.setattr(truncation, "search_launch", lambda _: TileLaunch(1, 256, num_warps=4, num_stages=3))
+    """Rows of a few hundred tokens take several blocks, and their candidates, too."""
+    for module, launch in ((gumbel, "choose_launch"), (truncation, "collect_launch")):
+        monkeypatch.setattr(module, launch, lambda: TileLaunch(1, NARROW, num_warps=1))
+    monkeypatch.setattr(truncation, "search_launch", lambda _: TileLaunch(1, 128, num_warps=4, num_stages=3))
 
 
 def random_logits(rows: int, vocab: int, *, spread: float = 3.0, seed: int = 0) -> torch.Tensor:
@@ -82,7 +84,7 @@ def kept_of(
     unknown: Sequence[int] = (),
 ) -> torch.Tensor:
     """Which tokens the thresholds leave, and min_p."""
-    (num_rows, vocab), launch = logits.shape, choose_launch()
+    (num_rows, vocab), launch = logits.shape, gumbel.choose_launch()
     given, is_known = in_longer_rows(logits, device), torch.ones(vocab, dtype=torch.bool, device=device)
     is_known[list(unknown)] = False
     ranks = torch.empty(num_rows, triton.cdiv(vocab, launch.columns), dtype=torch.int64, device=device)
@@ -140,10 +142,71 @@ def test_masks_over_several_blocks_are_those_of_the_reference(spread: float, dev
 
 
 @pytest.mark.usefixtures("narrow_blocks")
-def test_top_k_at_and_beyond_the_number_of_groups_is_that_of_the_reference(device: torch.device) -> None:
-    options = [(k, p, 0.0) for k in (63, 64, 65, 299) for p in (1.0, 0.8)]
+def test_top_k_at_and_beyond_the_number_of_blocks_is_that_of_the_reference(device: torch.device) -> None:
+    # 300 tokens are 19 blocks.
+    options = [(k, p, 0.0) for k in (1, 18, 19, 20, 21, 60, 299) for p in (1.0, 0.8)]
     kept = check_masks(random_logits(len(options), 300), options, device)
-    assert kept[::2].sum(1).tolist() == [63, 64, 65, 299]
+    assert kept[::2].sum(1).tolist() == [1, 18, 19, 20, 21, 60, 299]
+
+
+@pytest.mark.usefixtures("narrow_blocks")
+@pytest.mark.parametrize("step", [0.25, 2.0])
+def test_ties_lie_across_blocks_and_levels(step: float, device: torch.device) -> None:
+    """Few values: a level may be one of them, the best of many blocks are equal, and so are all of a row."""
+    logits = (random_logits(10, 333, seed=3) / step).round() * step
+    logits[8:] = 1.5
+    options = [(k, p, 0.0) for k in (3, 21, 40, 333) for p in (1.0, 0.7)] + [(30, 0.4, 0.0), (333, 0.9, 0.0)]
+    check_masks(logits, options, device)
+    check_masks(logits, [(333, p / 10, 0.0) for p in range(10)], device, temperature=0.7)
+
+
+@pytest.mark.usefixtures("narrow_blocks")
+def test_blocks_whose_best_is_low_are_left_out(device: torch.device) -> None:
+    """All but 3 of 25 blocks lie 40 lower, weigh nothing, or hold no known token."""
+    logits = random_logits(8, 400, seed=4, spread=1.0)
+    logits[:, NARROW : 23 * NARROW] -= 40.0
+    logits[4:6, NARROW : 23 * NARROW] = -torch.inf
+    options: list[Option] = [(k, p, 0.0) for k in (4, 25, 47, 400) for p in (0.9, 0.4)]
+    kept = check_masks(logits, options, device, unknown=range(8 * NARROW, 12 * NARROW))
+    assert kept[6].sum() > 8
+    assert not kept[6:, NARROW : 23 * NARROW].any()
+
+
+@pytest.mark.usefixtures("narrow_blocks")
+@pytest.mark.parametrize("spread", [0.1, 0.5, 1.0, 4.0, 30.0])
+def test_nuclei_of_every_size_end_between_their_levels(spread: float, device: torch.device) -> None:
+    """Also above the first level, below the last, and with more candidates than a search takes at once."""
+    logits = random_logits(12, 700, seed=6, spread=spread)
+    logits[9:, 17] += 9.0 * spread  # one token alone
+    shares = [0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99, 0.9999, 0.999999, 0.1, 0.9, 0.99]
+    check_masks(logits, [(700, p, 0.0) for p in shares], device)
+
+
+@pytest.mark.usefixtures("narrow_blocks")
+def test_calls_in_the_same_memory_give_the_same_bits(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a graph's replays do: counts of one call are none of the next, whose rows ask for something else."""
+    memory: dict[tuple[Any, ...], torch.Tensor] = {}
+    empty = torch.empty
+
+    def kept_memory(*shape: Any, **kwargs: Any) -> torch.Tensor:
+        key = (len(calls), *shape[1:], kwargs["dtype"])
+        calls.append(key)
+        return memory.setdefault(key, empty(9, *shape[1:], **kwargs))[: shape[0]]
+
+    calls: list[tuple[Any, ...]] = []
+    options: list[Option] = [(7, 0.9, 0.0), (40, 1.0, 0.0), (300, 0.8, 0.0), (300, 1.0, 0.0), (30, 0.5, 0.0)]
+    logits = random_logits(5, 300, seed=7)
+    monkeypatch.setattr(torch, "empty", kept_memory)
+    for order in ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [3, 0, 1], [2, 4, 3, 1, 0]):
+        calls.clear()
+        check_masks(logits[order], [options[i] for i in order], device)
+        assert len(memory) == len(calls)
+
+
+def test_rows_do_not_depend_on_their_order_or_number(device: torch.device) -> None:
+    logits, options, order = random_logits(4, 6200, seed=8), mixed_options(6200)[-4:], [2, 1]
+    together = check_masks(logits, options, device)
+    assert torch.equal(check_masks(logits[order], [options[i] for i in order], device), together[order])
 
 
 @pytest.mark.usefixtures("narrow_blocks")
