@@ -21,7 +21,7 @@ DOCSTRING_ONLY = ("kernels", "engine", "engine/*", "worker", "worker/*")  # sett
 
 MAX_FILE_LINES = 450
 MAX_MODULES = 260  # one of which holds only names
-MAX_CODE_LINES = 50_900
+MAX_CODE_LINES = 50_930
 MAX_TEST_FILES = 242
 MAX_OTHER_TEST_FILES = 80
 # Lines -> the share of modules that may be shorter: a small file is opened for next to nothing.
