@@ -6,6 +6,7 @@ Nothing of Redis or the worker is imported here: a machine with a GPU may have n
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -82,6 +83,14 @@ def _logging_after_a_module() -> Iterator[None]:
     """For what its fixtures ran."""
     with restored_logging():
         yield
+
+
+@pytest.fixture(autouse=True)
+def _collections_after_a_test() -> Iterator[None]:
+    """As often as before: a command that a test runs in this process lets them come rarely."""
+    threshold = gc.get_threshold()
+    yield
+    gc.set_threshold(*threshold)
 
 
 @pytest.fixture(autouse=True, scope="module")

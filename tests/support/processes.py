@@ -208,6 +208,8 @@ def leaving_no_threads(culprit: str, *, but: tuple[str, ...] = PROCESS_WIDE) -> 
     until_s = time.monotonic() + THREADS_END_S
     left = [thread for thread in set(threading.enumerate()) - before if _is_pythons(thread)]
     left = [thread for thread in left if not thread.name.startswith(but)]
+    if left:
+        gc.collect()  # an executor's ends with it, which may only be held by what refers to itself
     for thread in left:
         thread.join(max(until_s - time.monotonic(), 0.0))
     running = sorted(map(_described, filter(threading.Thread.is_alive, left)))
