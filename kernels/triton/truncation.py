@@ -217,7 +217,7 @@ def _find_thresholds_kernel(
     ranks_ptr,  # [N, num_blocks], int64
     top_k_ptr,  # [N], int64
     top_p_ptr,  # [N], float32
-    levels_ptr,  # not used
+    levels_ptr,  # [N, LEVELS], float32
     sums_ptr,  # [N, num_blocks, LEVELS], int64
     candidates_ptr,  # [N, stride_candidates_row], float32
     num_candidates_ptr,  # [N], int32
